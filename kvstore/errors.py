@@ -1,0 +1,49 @@
+"""Errors that callers may catch; a miss, a full queue and an outage of a slow tier are results, not errors."""
+
+
+class KVStoreError(Exception):
+    """Root of every error this product raises on purpose."""
+
+
+class InvalidConfig(KVStoreError):
+    """A configuration names an unknown key, a bad value, or something this machine cannot offer."""
+
+
+class InvalidLayout(KVStoreError):
+    """A block layout or part is malformed, or does not fit what it is used with."""
+
+
+class InvalidTokens(KVStoreError):
+    """Tokens that cannot be named: not integers, or outside 0..2**32-1."""
+
+
+class InvalidRequest(KVStoreError):
+    """A request that no state of the store could serve: wrong sizes, unknown namespace, too many keys."""
+
+
+class TierFull(KVStoreError):
+    """A tier has no free slot and nothing in it may be evicted."""
+
+
+class TierUnavailable(KVStoreError):
+    """A tier cannot be opened or has failed: disk gone, folder locked, read-only, corrupt index."""
+
+
+class CorruptBlock(KVStoreError):
+    """Stored bytes do not agree with their header, key, layout, length or checksum."""
+
+
+class ServerUnavailable(KVStoreError):
+    """No server answers at the address, or it went away while a control call needed it."""
+
+
+class ProtocolMismatch(KVStoreError):
+    """The peer speaks another version of the protocol, or sent a frame that breaks it."""
+
+
+class UnsupportedModel(KVStoreError):
+    """A model file that is damaged, of an unknown architecture, or beyond what the engine runs."""
+
+
+class PromptTooLong(KVStoreError):
+    """A prompt, or prompt and requested output, exceeds the model's context."""

@@ -1,0 +1,185 @@
+"""Names of blocks: Namespace, BlockKey and PrefixChain.
+
+A key is the SHA-256 of its parent's key and its own tokens; the first block's parent is the digest of the
+Namespace. So a key names a block together with everything before it and everything that decides what its
+bytes mean. SHA-256 is never truncated: prefix sharing between tenants rests on digest equality, and fast
+hashes (xxHash) can be collided on purpose.
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import NewType
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import InvalidLayout, InvalidRequest, InvalidTokens
+from kvstore.layout import KVLayout
+
+BlockKey = NewType("BlockKey", bytes)
+"""SHA-256 name of a block, 32 bytes."""
+
+NamespaceDigest = NewType("NamespaceDigest", bytes)
+"""SHA-256 of a Namespace, 32 bytes; the parent of every first block in it."""
+
+KEY_BYTES = 32
+
+# Exactly as long as a digest: a block's hash input begins with its parent's digest, so no block's input can
+# begin with this text, and a namespace can never be mistaken for a block.
+_NAMESPACE_TAG = b"kvstore.namespace.v1".ljust(KEY_BYTES, b"\0")
+_TOKEN_MAX = 0xFFFF_FFFF
+_FIELD_MAX_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Everything that decides what KV bytes mean, and who may share them.
+
+    Two engines share blocks exactly when all fields agree. ``weights`` is a digest or revision of the
+    weights, ``adapter`` a digest of the LoRA or other adapter (empty: none), ``rope`` a text of the rotary
+    parameters in force, ``tenant_salt`` secret bytes that separate tenants, ``epoch`` a counter raised when
+    everything stored under the model must be forgotten.
+
+    Raises:
+        InvalidLayout: a field has the wrong type, is longer than 4096 bytes, or ``epoch`` is negative.
+    """
+
+    model: str
+    layout: KVLayout
+    weights: str = ""
+    tokenizer: str = ""
+    adapter: str = ""
+    rope: str = ""
+    tenant_salt: bytes = b""
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("model", "weights", "tokenizer", "adapter", "rope"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or len(value.encode("utf-8", "surrogatepass")) > _FIELD_MAX_BYTES:
+                raise InvalidLayout(f"namespace: {name} must be text of at most {_FIELD_MAX_BYTES} bytes")
+        if not isinstance(self.tenant_salt, bytes) or len(self.tenant_salt) > _FIELD_MAX_BYTES:
+            raise InvalidLayout(f"namespace: tenant_salt must be at most {_FIELD_MAX_BYTES} bytes")
+        if not isinstance(self.epoch, int) or not 0 <= self.epoch < 1 << 63:
+            raise InvalidLayout(f"namespace: epoch is {self.epoch!r}, expected an integer in 0..2**63-1")
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens per block."""
+        return self.layout.block_tokens
+
+    @property
+    def digest(self) -> NamespaceDigest:
+        """SHA-256 over every field, each with its name, type and length."""
+        sha = hashlib.sha256(_NAMESPACE_TAG)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            kind, data = _encode_field(value)
+            name = field.name.encode()
+            sha.update(struct.pack("<B", len(name)) + name + kind + struct.pack("<I", len(data)) + data)
+        return NamespaceDigest(sha.digest())
+
+    def at_epoch(self, epoch: int) -> "Namespace":
+        """Return this namespace in another epoch."""
+        return replace(self, epoch=epoch)
+
+    def chain(self, tokens: Sequence[int] | npt.NDArray[np.integer]) -> "PrefixChain":
+        """Name the full blocks of a token sequence; the last, unfilled block has no name.
+
+        Raises:
+            InvalidTokens: a token is no integer or lies outside 0..2**32-1.
+        """
+        data = token_bytes(tokens)
+        step = 4 * self.block_tokens
+        sha256 = hashlib.sha256
+        parent: bytes = self.digest
+        keys: list[BlockKey] = []
+        for start in range(0, len(data) - step + 1, step):
+            parent = sha256(parent + data[start : start + step]).digest()
+            keys.append(BlockKey(parent))
+        return PrefixChain(namespace=self.digest, keys=tuple(keys), block_tokens=self.block_tokens)
+
+    def chain_of_hashes(self, hashes: Sequence[bytes]) -> "PrefixChain":
+        """Name blocks by an engine's own chained block hashes, one per full block.
+
+        The engine's hash must already cover the tokens of all blocks before it (vLLM's and SGLang's do).
+        """
+        digest = self.digest
+        keys = tuple(BlockKey(hashlib.sha256(digest + b"engine-hash" + h).digest()) for h in hashes)
+        return PrefixChain(namespace=digest, keys=keys, block_tokens=self.block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixChain:
+    """Keys of consecutive full blocks of one token sequence, in order.
+
+    ``start`` is the index of the first key in its sequence and ``parent`` the key before it (None at the
+    start of a sequence). Slicing keeps both right: ``chain[4:8]`` are blocks 4 to 7.
+    """
+
+    namespace: NamespaceDigest
+    keys: tuple[BlockKey, ...]
+    block_tokens: int
+    start: int = 0
+    parent: BlockKey | None = None
+
+    def __post_init__(self) -> None:
+        if (self.start == 0) != (self.parent is None):
+            raise InvalidRequest("chain: a parent is given exactly when the chain does not start at block 0")
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        return iter(self.keys)
+
+    def __getitem__(self, index: slice) -> "PrefixChain":
+        start, stop, step = index.indices(len(self.keys))
+        if step != 1:
+            raise InvalidRequest("chain: a slice of a chain must be contiguous")
+        stop = max(start, stop)
+        parent = self.parent if start == 0 else self.keys[start - 1]
+        return PrefixChain(
+            self.namespace, self.keys[start:stop], self.block_tokens, self.start + start, parent
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens covered by the keys of this chain."""
+        return len(self.keys) * self.block_tokens
+
+
+def token_bytes(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
+    """Return tokens as little-endian u32, the form that is hashed.
+
+    Raises:
+        InvalidTokens: a token is no integer or lies outside 0..2**32-1.
+    """
+    try:
+        array = np.asarray(tokens)
+    except (ValueError, OverflowError) as error:
+        raise InvalidTokens(f"tokens: not a flat sequence of integers: {error}") from error
+    if array.size == 0:
+        return b""
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidTokens(
+            f"tokens: expected a flat sequence of integers, got {array.dtype} of {array.ndim} axes"
+        )
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high > _TOKEN_MAX:
+        raise InvalidTokens(f"tokens: {low if low < 0 else high} is outside 0..{_TOKEN_MAX}")
+    return array.astype("<u4", copy=False).tobytes()
+
+
+def _encode_field(value: object) -> tuple[bytes, bytes]:
+    if isinstance(value, KVLayout):
+        return b"l", value.fingerprint
+    if isinstance(value, str):
+        return b"s", value.encode("utf-8", "surrogatepass")
+    if isinstance(value, bytes):
+        return b"b", value
+    if isinstance(value, int):
+        return b"i", struct.pack("<q", value)
+    raise InvalidLayout(f"namespace: a field of type {type(value).__name__} cannot be named")

@@ -1,0 +1,303 @@
+"""Tier: a place that holds copies of blocks; the header every stored copy carries; the two tier protocols.
+
+A tier does I/O and nothing else: it never evicts, retries or decides by itself. ``Tier`` is a place that
+blocks are written to and read from by name (ssd, remote, a sidecar). ``SlotTier`` is a place with slots that
+engines or clients use in position (vram page slots, dram arena slots). ``BlockManager`` owns all state above
+them.
+"""
+
+import enum
+import struct
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import NamedTuple, NewType, Protocol
+
+from kvstore.checksum import checksum
+from kvstore.errors import CorruptBlock, InvalidLayout
+from kvstore.keys import KEY_BYTES, BlockKey, NamespaceDigest
+from kvstore.layout import Part
+
+ALIGNMENT_BYTES = 4096
+"""Alignment and size granule of arena slots and slab slots (O_DIRECT, DMA)."""
+
+
+class Medium(enum.Enum):
+    """What a tier is made of."""
+
+    VRAM = "vram"
+    DRAM = "dram"
+    SSD = "ssd"
+    REMOTE = "remote"
+    STORE = "store"
+
+
+class BlockId(NamedTuple):
+    """What one stored copy is a copy of: a part of the block of that key, in that namespace."""
+
+    namespace: NamespaceDigest
+    part: Part
+    key: BlockKey
+
+    @property
+    def storage_key(self) -> bytes:
+        """The 40 bytes (key, part) under which tiers file it; the key already covers the namespace."""
+        return self.key + self.part.pack()
+
+
+_HEADER = struct.Struct("<4sHHI32s8s32s32s32sIQ")
+_HEADER_MAGIC = b"KVBH"
+_HEADER_VERSION = 1
+_HEADER_CRC = struct.Struct("<Q")
+HEADER_BYTES = 192
+"""Size of a packed header, zero-padded."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHeader:
+    """What travels with every stored copy: who it is, what its bytes look like, and their checksum.
+
+    ``parent`` is the key before it in its chain (the namespace digest for block 0) and ``depth`` its index
+    there. ``length_bytes`` counts payload bytes; ``checksum`` is their xxh3-64.
+    """
+
+    block: BlockId
+    parent: BlockKey
+    depth: int
+    layout: bytes
+    length_bytes: int
+    checksum: int
+
+    def pack(self) -> bytes:
+        """Return the stored form: 192 bytes, ending in an xxh3-64 over the bytes before it."""
+        body = _HEADER.pack(
+            _HEADER_MAGIC,
+            _HEADER_VERSION,
+            HEADER_BYTES,
+            self.length_bytes,
+            self.block.key,
+            self.block.part.pack(),
+            self.block.namespace,
+            self.parent,
+            self.layout,
+            self.depth,
+            self.checksum,
+        ).ljust(HEADER_BYTES - _HEADER_CRC.size, b"\0")
+        return body + _HEADER_CRC.pack(checksum(body))
+
+    @classmethod
+    def unpack(cls, data: bytes | bytearray | memoryview) -> "BlockHeader":
+        """Return the header in 192 stored bytes.
+
+        Raises:
+            CorruptBlock: wrong size, magic, version, checksum, or an impossible part.
+        """
+        data = bytes(data)
+        if len(data) != HEADER_BYTES:
+            raise CorruptBlock(f"header: {len(data)} bytes, expected {HEADER_BYTES}")
+        body = data[: -_HEADER_CRC.size]
+        (crc,) = _HEADER_CRC.unpack(data[-_HEADER_CRC.size :])
+        magic, version, size, length, key, part, namespace, parent, layout, depth, payload_sum = (
+            _HEADER.unpack(body[: _HEADER.size])
+        )
+        if magic != _HEADER_MAGIC or version != _HEADER_VERSION or size != HEADER_BYTES:
+            raise CorruptBlock(f"header: magic {magic!r} version {version} size {size} are not this format")
+        if crc != checksum(body):
+            raise CorruptBlock("header: its own checksum does not match")
+        try:
+            block = BlockId(NamespaceDigest(namespace), Part.unpack(part), BlockKey(key))
+        except InvalidLayout as error:
+            raise CorruptBlock(f"header: {error}") from error
+        return cls(block, BlockKey(parent), depth, layout, length, payload_sum)
+
+
+class ReadStatus(enum.Enum):
+    """How the read of one copy ended; everything but OK is a miss."""
+
+    OK = "ok"
+    ABSENT = "absent"
+    CORRUPT = "corrupt"
+    MISMATCH = "mismatch"
+    TIMED_OUT = "timed_out"
+    UNAVAILABLE = "unavailable"
+
+
+class WriteStatus(enum.Enum):
+    """How the write of one copy ended."""
+
+    OK = "ok"
+    FULL = "full"
+    REFUSED = "refused"
+    TIMED_OUT = "timed_out"
+    UNAVAILABLE = "unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """Read one copy into ``buffer``.
+
+    ``buffer`` is writable and at least ``length_bytes`` long; one from an arena is 4096-byte aligned and
+    padded to a multiple of 4096. The tier may write anywhere in it, also when the read fails.
+    """
+
+    block: BlockId
+    layout: bytes
+    length_bytes: int
+    buffer: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOutcome:
+    """Result of one ReadRequest; ``header`` is given exactly when the status is OK.
+
+    ``origin`` is the name of the tier the bytes came from; a sidecar seen as a tier reports its own tiers.
+    """
+
+    status: ReadStatus
+    header: BlockHeader | None = None
+    origin: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRequest:
+    """Write one copy: ``buffer[: header.length_bytes]`` under ``header.block``.
+
+    ``buffer`` is readable until the write returns; one from an arena is aligned and padded as for reads.
+    """
+
+    header: BlockHeader
+    buffer: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class TierHealth:
+    """Whether a tier is worth asking now, and if not, why (one clause for people)."""
+
+    is_up: bool
+    reason: str = ""
+
+
+class Tier(Protocol):
+    """A place that blocks are written to and read from by name.
+
+    Every method runs on the manager's event loop and must not block it. All of them return results per
+    block; none raises for a fault of the medium after ``open``. ``deadline_s`` is an instant of
+    ``time.monotonic()``. ``read`` returns only when nothing will touch the buffers any more: a caller with
+    less patience stops waiting and keeps the buffers until then. Tasks may be cancelled at any await.
+    """
+
+    @property
+    def name(self) -> str:
+        """The tier's name in configuration, metrics and messages: ``ssd``."""
+
+    @property
+    def medium(self) -> Medium:
+        """What it is made of."""
+
+    @property
+    def is_shared(self) -> bool:
+        """True if others change its content: presence is asked by ``probe``, never remembered as certain."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Payload bytes it may hold; 0 if it bounds itself (a shared tier)."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of its capacity in use, slot padding included; 0 for a shared tier."""
+
+    def health(self) -> TierHealth:
+        """Return whether reads and writes are worth trying now."""
+
+    async def open(self) -> None:
+        """Make the tier usable.
+
+        A shared tier opens also when its server is absent, and heals later.
+
+        Raises:
+            TierUnavailable: the medium cannot be used: message with folder or address, cause and remedy.
+        """
+
+    async def close(self) -> None:
+        """Finish what is under way, make it durable, and let go of the medium. Idempotent."""
+
+    async def scan(self) -> list[BlockHeader]:
+        """Return what it holds, least recently used first. Empty for a shared tier."""
+
+    async def probe(self, blocks: Sequence[BlockId], *, deadline_s: float) -> list[str | None]:
+        """For each block: the name of the tier that holds it, or None. May stop at the first None."""
+
+    async def read(self, requests: Sequence[ReadRequest], *, deadline_s: float) -> list[ReadOutcome]:
+        """Read copies; each is verified (key, part, namespace, layout, length, checksum) before OK."""
+
+    async def write(self, requests: Sequence[WriteRequest], *, deadline_s: float) -> list[WriteStatus]:
+        """Write copies; a present one is replaced. OK means readable from now on, and durable on ssd."""
+
+    async def drop(self, blocks: Sequence[BlockId]) -> None:
+        """Forget copies; absent ones are ignored. Their space is usable when this returns."""
+
+    async def touch(self, blocks: Sequence[BlockId]) -> None:
+        """Note a use of copies, for recency across restarts. Cheap; may be batched or lost in a crash."""
+
+    def has_room(self, length_bytes: int, count: int = 1) -> bool:
+        """Return whether ``count`` more copies of that length fit now without a drop."""
+
+
+Slot = NewType("Slot", int)
+"""Handle of one slot of a SlotTier: for dram its byte offset in the arena, for vram its page slot number."""
+
+
+class SlotTier(Protocol):
+    """A place with slots that are used in position: arena slots for clients, page slots for an engine.
+
+    ``allocate`` and ``free`` are plain calls on the event loop's thread. A slot's generation grows whenever
+    it is allocated or freed, so a reader that kept a stale slot can tell.
+    """
+
+    @property
+    def name(self) -> str:
+        """``vram`` or ``dram``."""
+
+    @property
+    def medium(self) -> Medium:
+        """What it is made of."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of all slots."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of allocated slots, padding included."""
+
+    async def open(self) -> None:
+        """Get the memory. Raises TierUnavailable with the amount and the limit if it cannot be had."""
+
+    async def close(self) -> None:
+        """Give the memory back. Idempotent."""
+
+    def has_room(self, length_bytes: int, count: int = 1) -> bool:
+        """Return whether ``allocate`` would succeed."""
+
+    def allocate(self, length_bytes: int, count: int = 1) -> list[Slot]:
+        """Take ``count`` slots of at least ``length_bytes`` each: all of them, or TierFull and none."""
+
+    def free(self, slots: Sequence[Slot]) -> None:
+        """Give slots back. A slot that is not allocated is our own mistake (AssertionError)."""
+
+    def generation(self, slot: Slot) -> int:
+        """Return the slot's generation."""
+
+    def writing(
+        self, slots: Sequence[Slot], length_bytes: int
+    ) -> AbstractAsyncContextManager[list[memoryview]]:
+        """Lend a writable host buffer per slot; on leaving, their bytes are in the slots.
+
+        For dram the buffers are the slots. For vram they are staging memory, scattered on exit (in C order
+        of the block layout). Waits when staging is short, never for anything else.
+        """
+
+    def reading(
+        self, slots: Sequence[Slot], length_bytes: int
+    ) -> AbstractAsyncContextManager[list[memoryview]]:
+        """Lend a read-only host buffer per slot that holds the slot's bytes (gathered, for vram)."""
