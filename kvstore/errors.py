@@ -1,4 +1,4 @@
-"""Errors that callers may catch; a miss, a full queue and an outage of a slow tier are results, not errors."""
+"""Errors that callers may catch. A miss, a full queue and an outage of a slow tier are results instead."""
 
 
 class KVStoreError(Exception):

@@ -81,7 +81,7 @@ class KVLayout:
             raise InvalidLayout("layout: order must be 1 to 64 printable characters")
         if self.block_bytes > MAX_BLOCK_BYTES:
             raise InvalidLayout(
-                f"layout: a block is {self.block_bytes} bytes, limit {MAX_BLOCK_BYTES}: use fewer block_tokens"
+                f"layout: a block is {self.block_bytes} bytes, limit {MAX_BLOCK_BYTES}: lower block_tokens"
             )
 
     @classmethod
@@ -93,7 +93,7 @@ class KVLayout:
         """
         if block_tokens < 1 or block_bytes < 1 or block_bytes % block_tokens:
             raise InvalidLayout(
-                f"layout: block_bytes {block_bytes} must be a positive multiple of block_tokens {block_tokens}"
+                f"layout: block_bytes {block_bytes} is no positive multiple of block_tokens {block_tokens}"
             )
         return cls(
             dtype="uint8",

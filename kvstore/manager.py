@@ -33,7 +33,7 @@ class BlockManager:
     async def match(
         self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
     ) -> PrefixMatch:
-        """Count the leading blocks that are stored, and say where. No payload moves. part None: whole block."""
+        """Count the leading blocks that are stored, and say where. No payload moves."""
         raise NotImplementedError
 
     async def fetch(
@@ -49,7 +49,7 @@ class BlockManager:
     async def reserve(
         self, chain: PrefixChain, *, owner: Owner, part: Part | None = None, timeout_s: float | None = None
     ) -> list[ReservedSlot]:
-        """Lend slots to write the blocks of ``chain`` into that the top tier lacks; present blocks are left out.
+        """Lend slots to write the blocks of ``chain`` into that are not stored; present ones are left out.
 
         As many as there is room for, in chain order; the rest is counted as dropped.
         """

@@ -15,7 +15,7 @@ from typing import NamedTuple, NewType, Protocol
 
 from kvstore.checksum import checksum
 from kvstore.errors import CorruptBlock, InvalidLayout
-from kvstore.keys import KEY_BYTES, BlockKey, NamespaceDigest
+from kvstore.keys import BlockKey, NamespaceDigest
 from kvstore.layout import Part
 
 ALIGNMENT_BYTES = 4096

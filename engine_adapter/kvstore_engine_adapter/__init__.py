@@ -1,0 +1,1 @@
+"""Engines that plug into the store; the bundled paged-attention runtime."""

@@ -1,0 +1,1 @@
+"""Kernels of the bundled runtime and their references."""

@@ -1,0 +1,1 @@
+"""Tiers: places that hold copies of blocks (dram arena, ssd, remote, vram page slots)."""
