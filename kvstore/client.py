@@ -24,7 +24,7 @@ from kvstore.server_address import parse_address
 from kvstore.transfer import Buffer, SlotReader, require_writable, split_buffers
 
 if TYPE_CHECKING:
-    from kvstore.config import StoreConfig
+    from kvstore.config import Config
 
 T = TypeVar("T")
 
@@ -190,16 +190,17 @@ class KVStore:
         return cls(unix_dial(path), timeouts=(timeouts or Timeouts()).for_data(timeout_s))
 
     @classmethod
-    def local(cls, config: "StoreConfig", *, timeouts: Timeouts | None = None) -> Self:
+    def local(cls, config: "Config", *, timeouts: Timeouts | None = None) -> Self:
         """Open a store inside this process, in a thread with its own event loop, and return its client.
 
         Raises:
             InvalidConfig, TierUnavailable: the store cannot be opened.
         """
         # Imported here because a client of a running server must not load the tiers' packages.
+        from kvstore.assembly import open_store
         from kvstore.local import LocalServer
 
-        server = LocalServer.start(config)
+        server = LocalServer.start(lambda: open_store(config))
         return cls(server.dial, timeouts=timeouts, on_close=server.stop)
 
     def __enter__(self) -> Self:
