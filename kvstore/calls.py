@@ -35,8 +35,8 @@ from kvstore.messages import (
     Failed,
     Fetch,
     Flush,
-    LentSlot,
     Lent,
+    LentSlot,
     Match,
     Matched,
     Ping,
@@ -49,6 +49,7 @@ from kvstore.messages import (
     Reserve,
     ReturnSlots,
     Stats,
+    UnusedSlot,
     WrittenSlot,
     timeout_us,
 )
@@ -98,7 +99,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Step: run a function that copies; it gets a predicate that says when to stop: time is up, or nobody waits."""
+    """Step: run a function that copies. It gets a predicate: stop, time is up or nobody waits any more."""
 
     run: Callable[[Callable[[], bool]], object]
     size_bytes: int
@@ -318,7 +319,7 @@ def put_plan(
         except (TierFull, TierUnavailable):
             return
         room = len(about.chain) - lent.present
-        if len(lent.slots) > room or (lent.slots and lent.slots[-1].index >= len(about.chain)):
+        if len(lent.slots) > room or (lent.slots and lent.slots[-1].position >= len(about.chain)):
             raise ProtocolMismatch("answer: lent slots do not fit the request")
         tally.present += lent.present
         if lent.slots:
@@ -335,25 +336,25 @@ def _write_and_commit(
     payloads: Sequence[Bytes],
     tally: PutTally,
 ) -> Plan[None]:
-    unused = [slot.offset for slot in slots]
+    unused = slots
     try:
         arena = session.writing_arena()
-        sources = [payloads[slot.index] for slot in slots]
+        sources = [payloads[slot.position] for slot in slots]
 
         def copy(should_stop: Callable[[], bool]) -> list[WrittenSlot]:
             return write_slots(arena, slots, sources, should_stop)
 
         written: list[WrittenSlot] = yield Work(copy, sum(map(len, sources)))
-        unused = [slot.offset for slot in slots[len(written) :]]
         if written:
             stored = yield from _ask(Commit(about, tuple(written)), Count)
             if stored.count > len(written):
                 raise ProtocolMismatch("answer: more blocks stored than were committed")
             tally.stored += stored.count
             tally.present += len(written) - stored.count
+        unused = slots[len(written) :]
     finally:
         if unused:
-            yield Tell(ReturnSlots(tuple(unused)))
+            yield Tell(ReturnSlots(tuple([UnusedSlot(slot.offset, slot.generation) for slot in unused])))
 
 
 def miss_reason(error: ServerUnavailable | ProtocolMismatch | TierUnavailable | CorruptBlock) -> MissReason:

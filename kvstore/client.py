@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvstore import calls
 from kvstore.arena_link import ArenaCache
-from kvstore.calls import Ask, FetchResult, FetchTally, Plan, PutTally, Session, Step, Tell, TimedOut, Work
+from kvstore.calls import Ask, FetchResult, FetchTally, Plan, PutTally, Session, Step, Tell, TimedOut
 from kvstore.client_state import AWAY, ClientState, ClientStats, Timeouts
 from kvstore.errors import InvalidRequest, ProtocolMismatch, ServerUnavailable
 from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
@@ -64,7 +64,8 @@ class _CallSession:
         if isinstance(step, Ask):
             return self._link.ask(step.request, self._deadline_s)
         if isinstance(step, Tell):
-            return self._link.tell(step.message)
+            self._link.tell(step.message)
+            return None
         return step.run(self.is_over)
 
 
@@ -261,7 +262,12 @@ class KVStore:
         return blocks[: result.blocks]
 
     def put(
-        self, chain: PrefixChain, payloads: Buffer, *, part: Part | None = None, timeout_s: float | None = None
+        self,
+        chain: PrefixChain,
+        payloads: Buffer,
+        *,
+        part: Part | None = None,
+        timeout_s: float | None = None,
     ) -> PutResult:
         """Store the blocks of ``chain``: one payload per block, or one buffer that holds all in a row.
 

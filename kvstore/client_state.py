@@ -1,4 +1,4 @@
-"""What both clients keep besides their connections: timeouts, namespaces, counters, patience with a dead server."""
+"""What both clients keep besides connections: timeouts, namespaces, counters, patience with a dead server."""
 
 import threading
 import time
@@ -92,7 +92,9 @@ class ClientState:
         """Return the layout of an open namespace. Raises InvalidRequest if it is not open."""
         layout = self._layouts.get(digest)
         if layout is None:
-            raise InvalidRequest(f"namespace {digest.hex()[:12]}: not open in this client: call open_namespace")
+            raise InvalidRequest(
+                f"namespace {digest.hex()[:12]}: not open in this client: call open_namespace"
+            )
         return layout
 
     def length_bytes(self, chain: PrefixChain, part: Part | None) -> int:
@@ -114,7 +116,9 @@ class ClientState:
         """Counters as they are now."""
         return self._stats
 
-    def note_away(self, error: ServerUnavailable | ProtocolMismatch | TierUnavailable | CorruptBlock) -> MissReason:
+    def note_away(
+        self, error: ServerUnavailable | ProtocolMismatch | TierUnavailable | CorruptBlock
+    ) -> MissReason:
         """Count a call that the server did not serve; returns the reason it is a miss for."""
         with self._lock:
             at = self._stats

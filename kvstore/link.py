@@ -192,9 +192,7 @@ def close_all(fds: "array.array[int]") -> None:
         os.close(fds.pop())
 
 
-def _greet(
-    sock: socket.socket, arenas: ArenaCache, deadline_s: float
-) -> tuple[Welcome, MappedArena | None]:
+def _greet(sock: socket.socket, arenas: ArenaCache, deadline_s: float) -> tuple[Welcome, MappedArena | None]:
     decoder, fds = FrameDecoder(), array.array("i")
     try:
         sock.settimeout(_patience_s(deadline_s))

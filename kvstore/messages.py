@@ -9,6 +9,7 @@ import enum
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar, NamedTuple, Self, TypeAlias
 
 from kvstore.errors import (
@@ -42,7 +43,9 @@ def _integer(value: WireValue, low: int, high: int, what: str) -> int:
     return value
 
 
-def _blob(value: WireValue, what: str, *, low: int = 0, high: int = _MAX_REPORT_BYTES, step: int = 1) -> bytes:
+def _blob(
+    value: WireValue, what: str, *, low: int = 0, high: int = _MAX_REPORT_BYTES, step: int = 1
+) -> bytes:
     if not isinstance(value, bytes) or not low <= len(value) <= high or len(value) % step:
         raise ProtocolMismatch(f"message: {what} is not a byte string of {low} to {high} bytes")
     return value
@@ -275,7 +278,7 @@ class Reserve(_Chained):
 class WrittenSlot(NamedTuple):
     """A reserved slot after writing: position in the chain, where it is, and its bytes' xxh3-64."""
 
-    index: int
+    position: int
     offset: int
     generation: int
     checksum: int
@@ -298,14 +301,24 @@ class Commit:
 
     @classmethod
     def from_wire(cls, values: Values) -> Self:
-        """Return the checked request; indices grow and lie in the chain."""
+        """Return the checked request; positions grow and lie in the chain."""
         _count_fields(values, ChainRef.FIELDS + 1, "commit")
         about = ChainRef.from_wire(values[:-1])
         size = _WRITTEN.size
         blob = _blob(values[-1], "slots", high=len(about.chain) * size, step=size)
         slots = tuple([WrittenSlot(*fields) for fields in _WRITTEN.iter_unpack(blob)])
-        _check_indices([slot.index for slot in slots], len(about.chain))
+        _check_positions([slot.position for slot in slots], len(about.chain))
         return cls(about, slots)
+
+
+class UnusedSlot(NamedTuple):
+    """A reserved slot that was not written: where it is, in which generation it was lent."""
+
+    offset: int
+    generation: int
+
+
+_UNUSED = struct.Struct("<QQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,18 +326,18 @@ class ReturnSlots:
     """Give reserved slots back unwritten. Not answered."""
 
     KIND: ClassVar[int] = 8
-    offsets: tuple[int, ...]
+    slots: tuple[UnusedSlot, ...]
 
     def to_wire(self) -> Values:
-        """Return the offsets as one byte string."""
-        return (struct.pack(f"<{len(self.offsets)}Q", *self.offsets),)
+        """Return one record per slot."""
+        return (b"".join([_UNUSED.pack(*slot) for slot in self.slots]),)
 
     @classmethod
     def from_wire(cls, values: Values) -> Self:
         """Return the checked message."""
         _count_fields(values, 1, "return_slots")
-        blob = _blob(values[0], "offsets", high=8 * MAX_KEYS, step=8)
-        return cls(struct.unpack(f"<{len(blob) // 8}Q", blob))
+        blob = _blob(values[0], "slots", high=MAX_KEYS * _UNUSED.size, step=_UNUSED.size)
+        return cls(tuple([UnusedSlot(*fields) for fields in _UNUSED.iter_unpack(blob)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -514,7 +527,7 @@ class Ready:
 class LentSlot(NamedTuple):
     """A slot lent to a writer: position in the chain, where it is, in which generation."""
 
-    index: int
+    position: int
     offset: int
     generation: int
 
@@ -536,11 +549,11 @@ class Lent:
 
     @classmethod
     def from_wire(cls, values: Values) -> Self:
-        """Return the checked answer; indices grow."""
+        """Return the checked answer; positions grow."""
         _count_fields(values, 2, "lent")
         blob = _blob(values[0], "slots", high=MAX_KEYS * _LENT.size, step=_LENT.size)
         slots = tuple([LentSlot(*fields) for fields in _LENT.iter_unpack(blob)])
-        _check_indices([slot.index for slot in slots], MAX_KEYS)
+        _check_positions([slot.position for slot in slots], MAX_KEYS)
         return cls(slots, _integer(values[1], 0, MAX_KEYS, "present"))
 
 
@@ -694,8 +707,8 @@ def timeout_us(timeout_s: float) -> int:
     return max(0, min(_MAX_TIMEOUT_US, int(timeout_s * 1e6)))
 
 
-def _check_indices(indices: Sequence[int], limit: int) -> None:
-    if any(first >= second for first, second in zip(indices, indices[1:], strict=False)):
-        raise ProtocolMismatch("message: slot indices do not grow")
-    if indices and indices[-1] >= limit:
-        raise ProtocolMismatch(f"message: slot index {indices[-1]} is outside the chain")
+def _check_positions(positions: Sequence[int], limit: int) -> None:
+    if any(first >= second for first, second in pairwise(positions)):
+        raise ProtocolMismatch("message: slot positions do not grow")
+    if positions and positions[-1] >= limit:
+        raise ProtocolMismatch(f"message: slot position {positions[-1]} is outside the chain")

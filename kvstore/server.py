@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 _GREETING_TIMEOUT_S = 5.0
 _BACKLOG = 128
-_START_PATIENCE_S = 2.0
+_START_TRIES = 200
+_START_PAUSE_S = 0.01
 _ACCEPT_PAUSE_S = 0.1
 _PEER = struct.Struct("3i")
 
@@ -219,12 +220,12 @@ async def _listen(path: Path) -> socket.socket:
             _remove_stale(path)
             listener.bind(os.fspath(path))
             # Nobody can connect before listen(), so nobody connects before the mode is set.
-            path.chmod(0o600)
+            os.chmod(path, 0o600)
             listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise InvalidConfig(
-            f"socket {path}: cannot be made: {error.strerror or error}: does its folder exist, is it writable?"
+            f"socket {path}: cannot be made: {error.strerror or error}: its folder must exist and be writable"
         ) from error
     except BaseException:
         listener.close()
@@ -243,7 +244,9 @@ async def _folder_lock(folder: Path) -> AsyncIterator[None]:
                 while not _try_lock(fd):
                     await asyncio.sleep(0.01)
         except TimeoutError as error:
-            raise InvalidConfig(f"socket: another server has been starting in {folder} for too long") from error
+            raise InvalidConfig(
+                f"socket: another server has been starting in {folder} for too long"
+            ) from error
         yield
     finally:
         os.close(fd)

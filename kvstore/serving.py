@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -109,6 +109,7 @@ class Connection(asyncio.Protocol):
         self._owner = manager.new_owner()
         self._in_flight: dict[int, asyncio.Task[None]] = {}
         self._namespaces: set[bytes] = set()
+        self._lent: dict[int, int] = {}
         self._transport: asyncio.Transport | None = None
         self._is_choked = False
         self._is_draining = False
@@ -195,7 +196,7 @@ class Connection(asyncio.Protocol):
         if isinstance(request, Release):
             self._release(request)
         elif isinstance(request, ReturnSlots):
-            self._manager.return_slots([Slot(offset) for offset in request.offsets], owner=self._owner)
+            self._return(request)
         elif frame.request_id in self._in_flight:
             raise ProtocolMismatch(f"request id {frame.request_id} is already under way")
         elif self._is_draining:
@@ -291,6 +292,7 @@ class Connection(asyncio.Protocol):
             about.chain, owner=self._owner, part=about.part, timeout_s=request.timeout_us / 1e6
         )
         slots = tuple([LentSlot(at.index, at.slot, at.generation) for at in reserved])
+        self._lent.update((slot.offset, slot.generation) for slot in slots)
         return Lent(slots, await self._count_present(about, reserved))
 
     async def _count_present(self, about: ChainRef, reserved: list[ReservedSlot]) -> int:
@@ -304,10 +306,11 @@ class Connection(asyncio.Protocol):
     def _commit(self, request: Commit) -> Count:
         about, owner = request.about, self._owner
         num_stored = 0
+        ours = [slot for slot in request.slots if self._take_lent(slot.offset, slot.generation)]
         try:
-            for run in _contiguous_runs(request.slots):
+            for run in _contiguous_runs(ours):
                 stored = self._manager.commit(
-                    about.chain[run[0].index : run[-1].index + 1],
+                    about.chain[run[0].position : run[-1].position + 1],
                     [Slot(slot.offset) for slot in run],
                     owner=owner,
                     checksums=[slot.checksum for slot in run],
@@ -315,8 +318,19 @@ class Connection(asyncio.Protocol):
                 )
                 num_stored += sum(stored)
         finally:
-            self._manager.return_slots([Slot(slot.offset) for slot in request.slots], owner=owner)
+            self._manager.return_slots([Slot(slot.offset) for slot in ours], owner=owner)
         return Count(num_stored)
+
+    def _return(self, request: ReturnSlots) -> None:
+        ours = [Slot(at.offset) for at in request.slots if self._take_lent(at.offset, at.generation)]
+        self._manager.return_slots(ours, owner=self._owner)
+
+    def _take_lent(self, offset: int, generation: int) -> bool:
+        """Whether a slot is lent to this client in that very generation; it is not from then on."""
+        if self._lent.get(offset) != generation:
+            return False
+        del self._lent[offset]
+        return True
 
     def _open_namespace(self, request: OpenNamespace) -> Done:
         if request.digest not in self._namespaces and len(self._namespaces) >= _MAX_NAMESPACES:
@@ -356,14 +370,18 @@ class Connection(asyncio.Protocol):
 
     def _end_slow_reader(self) -> None:
         self._counters.slow_readers += 1
-        self._malformed.warn("server: closed a connection: it did not read its answers for %g s", _SLOW_READER_S)
+        self._malformed.warn(
+            "server: closed a connection: it did not read its answers for %g s", _SLOW_READER_S
+        )
         self.abort()
 
 
-def _contiguous_runs(slots: tuple[WrittenSlot, ...]) -> Iterator[tuple[WrittenSlot, ...]]:
-    """Cut slots with growing indices into runs without gaps."""
+def _contiguous_runs(slots: Sequence[WrittenSlot]) -> Iterator[Sequence[WrittenSlot]]:
+    """Cut slots with growing positions into runs without gaps."""
     if not slots:
         return
-    cuts = [at + 1 for at, (first, second) in enumerate(pairwise(slots)) if second.index != first.index + 1]
+    cuts = [
+        at + 1 for at, (first, second) in enumerate(pairwise(slots)) if second.position != first.position + 1
+    ]
     for start, stop in pairwise([0, *cuts, len(slots)]):
         yield slots[start:stop]

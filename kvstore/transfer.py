@@ -17,8 +17,8 @@ from kvstore.errors import InvalidRequest
 from kvstore.messages import LentSlot, ReadySlot, WrittenSlot
 
 Buffer: TypeAlias = Any
-"""Contiguous memory of one block: bytes, bytearray, memoryview, a NumPy array, a torch CPU tensor, or anything
-else with the buffer protocol. Any: Python 3.11 has no type for the buffer protocol, and torch is not imported."""
+"""Contiguous memory of a block: bytes, bytearray, memoryview, a NumPy array, a torch CPU tensor, or anything
+else with the buffer protocol. Any: Python 3.11 has no type for the buffer protocol, torch is not imported."""
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 """Flat view of a buffer, ``[length_bytes]``, uint8, on the CPU."""
@@ -126,7 +126,7 @@ def write_slots(
         if should_stop() or arena.generation(slot.offset) != slot.generation:
             break
         digest = copy_with_checksum(arena.slot(slot.offset, len(payload)), payload)
-        written.append(WrittenSlot(slot.index, slot.offset, slot.generation, digest))
+        written.append(WrittenSlot(slot.position, slot.offset, slot.generation, digest))
     return written
 
 

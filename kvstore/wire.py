@@ -30,7 +30,7 @@ _MAX_ARRAY = 64
 _PREFIX = struct.Struct("<4sHHQI")
 PREFIX_BYTES = _PREFIX.size
 
-WireValue: TypeAlias = "None | int | str | bytes | tuple[WireValue, ...]"
+WireValue: TypeAlias = "int | str | bytes | tuple[WireValue, ...] | None"
 """What a body may hold."""
 
 
