@@ -198,10 +198,9 @@ class KVStore:
             InvalidConfig, TierUnavailable: the store cannot be opened.
         """
         # Imported here because a client of a running server must not load the tiers' packages.
-        from kvstore.assembly import open_store
-        from kvstore.local import LocalServer
+        from kvstore.running import LocalServer
 
-        server = LocalServer.start(lambda: open_store(config))
+        server = LocalServer.start(config)
         return cls(server.dial, timeouts=timeouts, on_close=server.stop)
 
     def __enter__(self) -> Self:

@@ -220,7 +220,7 @@ async def _listen(path: Path) -> socket.socket:
             _remove_stale(path)
             listener.bind(os.fspath(path))
             # Nobody can connect before listen(), so nobody connects before the mode is set.
-            os.chmod(path, 0o600)
+            _make_private(path)
             listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
@@ -239,17 +239,21 @@ async def _folder_lock(folder: Path) -> AsyncIterator[None]:
     """Let one server at a time look for a stale socket in a folder and put its own there."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        try:
-            async with asyncio.timeout(_START_PATIENCE_S):
-                while not _try_lock(fd):
-                    await asyncio.sleep(0.01)
-        except TimeoutError as error:
+        for _ in range(_START_TRIES):
+            if _try_lock(fd):
+                break
+            await asyncio.sleep(_START_PAUSE_S)
+        else:
             raise InvalidConfig(
-                f"socket: another server has been starting in {folder} for too long"
-            ) from error
+                f"socket: {folder} is locked: another server has been starting there for long"
+            )
         yield
     finally:
         os.close(fd)
+
+
+def _make_private(path: Path) -> None:
+    path.chmod(0o600)
 
 
 def _try_lock(fd: int) -> bool:

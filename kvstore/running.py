@@ -1,42 +1,59 @@
-"""LocalServer: a store inside this process, on a thread with its own event loop."""
+"""Running a store: assembled from its configuration, opened, served, and closed again in order."""
 
 import asyncio
+import contextlib
+import os
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from typing import Protocol, Self
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Self
 
+from kvstore.assembly import assemble
+from kvstore.config import Config
 from kvstore.errors import ServerUnavailable
-from kvstore.manager import BlockManager
 from kvstore.server import StoreServer
 
 _JOIN_PATIENCE_S = 30.0
 
 
-class OpenedStore(Protocol):
-    """A manager with open tiers, as assembly makes it."""
+@contextlib.asynccontextmanager
+async def serving(
+    config: Config, *, socket_path: str | os.PathLike[str] | None = None
+) -> AsyncIterator[StoreServer]:
+    """Open the store a configuration describes and serve it, at ``socket_path`` if one is given.
 
-    @property
-    def manager(self) -> BlockManager:
-        """The opened manager."""
+    Raises:
+        InvalidConfig: the socket or the configuration cannot be used.
+        TierUnavailable: a tier cannot be opened.
+    """
+    store = assemble(config)
+    await store.manager.open()
+    try:
+        server = StoreServer(
+            store.manager,
+            store.dram.arena.fd,
+            socket_path=socket_path,
+            max_connections=config.server.max_connections,
+        )
+        await server.start()
+        try:
+            yield server
+        finally:
+            await server.stop()
+    finally:
+        await store.manager.close()
 
-    @property
-    def arena_fd(self) -> int | None:
-        """The top tier's memfd, owned by the store."""
 
-    async def close(self) -> None:
-        """Close manager and tiers."""
-
-
-OpenStore = Callable[[], Awaitable[OpenedStore]]
+OpenServer = Callable[[], AbstractAsyncContextManager[StoreServer]]
 
 
 class LocalServer:
     """Runs a store and its server on a thread; clients of this process reach it over socket pairs."""
 
-    def __init__(self, open_store: OpenStore) -> None:
-        self._open_store = open_store
+    def __init__(self, open_server: OpenServer) -> None:
+        self._open_server = open_server
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: StoreServer | None = None
         self._stop: asyncio.Event | None = None
@@ -45,9 +62,9 @@ class LocalServer:
         self._thread = threading.Thread(target=self._run, name="kvstore-local", daemon=True)
 
     @classmethod
-    def start(cls, open_store: OpenStore) -> Self:
+    def start(cls, config: Config) -> Self:
         """Open the store on its thread and return when it serves. Raises what opening raises."""
-        local = cls(open_store)
+        local = cls(lambda: serving(config))
         local._thread.start()
         local._started.wait()
         if local._failure is not None:
@@ -87,14 +104,9 @@ class LocalServer:
             self._started.set()
 
     async def _main(self) -> None:
-        store = await self._open_store()
-        try:
-            server = StoreServer(store.manager, store.arena_fd)
+        async with self._open_server() as server:
             self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
             self._server = server
             self._started.set()
             await self._stop.wait()
             self._server = None
-            await server.stop()
-        finally:
-            await store.close()
