@@ -5,7 +5,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -211,18 +211,28 @@ class AsyncKVStore:
         *,
         part: Part | None = None,
         timeout_s: float | None = None,
+        checksums: Sequence[int] | None = None,
     ) -> PutResult:
         """Store the blocks of ``chain``: one payload per block, or one buffer that holds all in a row.
 
-        Blocks that are present are not written again. What found no room, or no server, is dropped.
+        Blocks that are present are not written again. What found no room, or no server, is dropped, and so
+        is a payload whose xxh3-64 is not the one given in ``checksums``.
         """
         length_bytes = self._state.length_bytes(chain, part)
         views = split_buffers(payloads, length_bytes=length_bytes, count=len(chain), what="payloads")
+        if checksums is not None and len(checksums) != len(chain):
+            raise InvalidRequest(f"checksums: {len(checksums)} for {len(chain)} blocks")
         tally = PutTally(len(chain))
         with contextlib.suppress(*AWAY), self._counted():
             await self._run(
                 lambda session: calls.put_plan(
-                    session, chain, views, part=part, length_bytes=length_bytes, tally=tally
+                    session,
+                    chain,
+                    views,
+                    part=part,
+                    length_bytes=length_bytes,
+                    checksums=checksums,
+                    tally=tally,
                 ),
                 timeout_s=self._state.timeouts.put_s if timeout_s is None else timeout_s,
                 namespace=chain.namespace,
@@ -287,6 +297,11 @@ class AsyncKVStore:
             ProtocolMismatch: it speaks another version of the protocol.
         """
         await self._control(lambda _: calls.ping_plan(), timeout_s)
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether a call is worth making: the last attempt to connect succeeded, or is long enough ago."""
+        return not self._is_closed and self._state.may_connect
 
     def client_stats(self) -> ClientStats:
         """Return what happened to this client since it was made."""

@@ -307,6 +307,7 @@ def put_plan(
     *,
     part: Part | None,
     length_bytes: int,
+    checksums: Sequence[int] | None,
     tally: PutTally,
 ) -> Plan[None]:
     """Store blocks that are not stored yet, window by window."""
@@ -323,7 +324,14 @@ def put_plan(
             raise ProtocolMismatch("answer: lent slots do not fit the request")
         tally.present += lent.present
         if lent.slots:
-            yield from _write_and_commit(session, about, lent.slots, payloads=payloads[start:], tally=tally)
+            yield from _write_and_commit(
+                session,
+                about,
+                lent.slots,
+                payloads=payloads[start:],
+                checksums=None if checksums is None else checksums[start:],
+                tally=tally,
+            )
         if len(lent.slots) < room or session.remaining_s() <= 0:
             return
 
@@ -334,15 +342,17 @@ def _write_and_commit(
     slots: tuple[LentSlot, ...],
     *,
     payloads: Sequence[Bytes],
+    checksums: Sequence[int] | None,
     tally: PutTally,
 ) -> Plan[None]:
     unused = slots
     try:
         arena = session.writing_arena()
         sources = [payloads[slot.position] for slot in slots]
+        expected = None if checksums is None else [checksums[slot.position] for slot in slots]
 
         def copy(should_stop: Callable[[], bool]) -> list[WrittenSlot]:
-            return write_slots(arena, slots, sources, should_stop)
+            return write_slots(arena, slots, sources, should_stop, expected=expected)
 
         written: list[WrittenSlot] = yield Work(copy, sum(map(len, sources)))
         if written:

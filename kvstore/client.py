@@ -4,7 +4,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
@@ -267,18 +267,28 @@ class KVStore:
         *,
         part: Part | None = None,
         timeout_s: float | None = None,
+        checksums: Sequence[int] | None = None,
     ) -> PutResult:
         """Store the blocks of ``chain``: one payload per block, or one buffer that holds all in a row.
 
-        Blocks that are present are not written again. What found no room, or no server, is dropped.
+        Blocks that are present are not written again. What found no room, or no server, is dropped, and so
+        is a payload whose xxh3-64 is not the one given in ``checksums``.
         """
         length_bytes = self._state.length_bytes(chain, part)
         views = split_buffers(payloads, length_bytes=length_bytes, count=len(chain), what="payloads")
+        if checksums is not None and len(checksums) != len(chain):
+            raise InvalidRequest(f"checksums: {len(checksums)} for {len(chain)} blocks")
         tally = PutTally(len(chain))
         with contextlib.suppress(*AWAY), self._counted():
             self._run(
                 lambda session: calls.put_plan(
-                    session, chain, views, part=part, length_bytes=length_bytes, tally=tally
+                    session,
+                    chain,
+                    views,
+                    part=part,
+                    length_bytes=length_bytes,
+                    checksums=checksums,
+                    tally=tally,
                 ),
                 timeout_s=self._state.timeouts.put_s if timeout_s is None else timeout_s,
                 namespace=chain.namespace,

@@ -153,7 +153,12 @@ class ClientState:
             self._pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._pause_s))
             self._closed_until_s = self.clock() + self._pause_s
 
+    @property
+    def may_connect(self) -> bool:
+        """Whether the pause after a failed attempt to connect is over."""
+        return self.clock() >= self._closed_until_s
+
     def check_may_connect(self) -> None:
         """Raise ServerUnavailable while the pause after a failed attempt lasts."""
-        if self.clock() < self._closed_until_s:
+        if not self.may_connect:
             raise ServerUnavailable("server: did not answer a moment ago; trying again shortly")

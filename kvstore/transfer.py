@@ -115,17 +115,25 @@ def read_slots(
 
 
 def write_slots(
-    arena: SlotReader, slots: Sequence[LentSlot], payloads: Sequence[Bytes], should_stop: Callable[[], bool]
+    arena: SlotReader,
+    slots: Sequence[LentSlot],
+    payloads: Sequence[Bytes],
+    should_stop: Callable[[], bool],
+    *,
+    expected: Sequence[int] | None = None,
 ) -> list[WrittenSlot]:
-    """Copy payloads into lent slots; returns those that may be committed.
+    """Copy payloads into lent slots; returns the leading ones, which may be committed.
 
-    A slot whose generation changed is left alone: it is no longer ours.
+    A slot whose generation changed is left alone: it is no longer ours. ``expected`` are the payloads'
+    xxh3-64 as their owner knows them; one that arrived otherwise is not to be stored.
     """
     written: list[WrittenSlot] = []
-    for slot, payload in zip(slots, payloads, strict=True):
+    for index, (slot, payload) in enumerate(zip(slots, payloads, strict=True)):
         if should_stop() or arena.generation(slot.offset) != slot.generation:
             break
         digest = copy_with_checksum(arena.slot(slot.offset, len(payload)), payload)
+        if expected is not None and expected[index] != digest:
+            break
         written.append(WrittenSlot(slot.position, slot.offset, slot.generation, digest))
     return written
 
