@@ -1,0 +1,413 @@
+"""Configuration: one TOML file read into frozen dataclasses, every key typed, bounded and documented.
+
+The dataclasses below are the table of keys: name, type, default, range and meaning of each stand in its
+field, and ``docs/configuration.md`` is generated from them. The environment is read in this module only.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, cast
+
+from kvstore.config_values import BadValue, Kind, Rule, size_text
+from kvstore.errors import InvalidConfig
+
+CONFIG_VARIABLE = "KVSTORE_CONFIG"
+"""Environment variable: path of the configuration file where no ``--config`` is given."""
+
+SOCKET_VARIABLE = "KVSTORE_SOCKET"
+"""Environment variable: the server's Unix socket where a client command gets no address."""
+
+_FILE_MAX_BYTES = 1 << 20
+_MIB = 1 << 20
+_GIB = 1 << 30
+_TIB = 1 << 40
+_DAY_S = 86_400.0
+
+_T = TypeVar("_T")
+_S = TypeVar("_S", bound="SectionConfig")
+
+
+def _key(default: _T, rule: Rule) -> _T:
+    return field(default=default, metadata={"rule": rule})
+
+
+def _required(rule: Rule, kind: type[_T]) -> _T:
+    return cast("_T", field(metadata={"rule": rule}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """``[server]``: how clients reach the store."""
+
+    section: ClassVar[str] = "server"
+
+    socket: Path = _key(
+        Path("/run/kvstore/kvstore.sock"),
+        Rule("Unix socket of the server, made with mode 0600.", Kind.SOCKET),
+    )
+    max_connections: int = _key(
+        256, Rule("Clients connected at a time; more are refused.", Kind.COUNT, 1, 65_536)
+    )
+    log_level: str = _key(
+        "info",
+        Rule(
+            "Least severe message that is logged.", Kind.CHOICE, choices=("debug", "info", "warning", "error")
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreConfig:
+    """``[store]``: the block manager."""
+
+    section: ClassVar[str] = "store"
+
+    timeout_s: float = _key(
+        0.05,
+        Rule(
+            "Deadline of a lookup that names none; what is not ready then is a miss.",
+            Kind.DURATION,
+            0.001,
+            60,
+        ),
+    )
+    lease_s: float = _key(
+        30.0, Rule("A lease that nobody ended ends after this time.", Kind.DURATION, 0.1, 3600)
+    )
+    high_water_ratio: float = _key(
+        0.95, Rule("Filling of a tier above which blocks are evicted or demoted.", Kind.RATIO, 0.01, 1)
+    )
+    low_water_ratio: float = _key(
+        0.90, Rule("Filling that eviction stops at; not above high_water_ratio.", Kind.RATIO, 0.01, 1)
+    )
+    write_queue_blocks: int = _key(
+        1024,
+        Rule(
+            "Blocks waiting to be written to each slower tier; a full queue drops writes.",
+            Kind.COUNT,
+            1,
+            1_000_000,
+        ),
+    )
+    write_batch_blocks: int = _key(16, Rule("Blocks written to a slower tier at once.", Kind.COUNT, 1, 1024))
+    policy: str = _key("lru", Rule("Order in which blocks are evicted.", Kind.CHOICE, choices=("lru",)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DramConfig:
+    """``[tiers.dram]``: blocks in shared memory."""
+
+    section: ClassVar[str] = "tiers.dram"
+
+    capacity_bytes: int = _key(
+        _GIB, Rule("Memory for blocks, slot padding included.", Kind.SIZE, _MIB, 64 * _TIB)
+    )
+    staging_bytes: int = _key(
+        64 * _MIB,
+        Rule("Memory for blocks on their way between tiers, besides capacity_bytes.", Kind.SIZE, 0, _TIB),
+    )
+    prefault: bool = _key(
+        True, Rule("Touch all memory at the start, so that no request pays for it.", Kind.FLAG)
+    )
+    lock_memory: bool = _key(
+        False,
+        Rule("Keep the memory from being swapped (mlock); needs a sufficient RLIMIT_MEMLOCK.", Kind.FLAG),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SsdConfig:
+    """``[tiers.ssd]``: blocks on a local disk. Without this section there is no ssd tier."""
+
+    section: ClassVar[str] = "tiers.ssd"
+
+    path: Path = _required(
+        Rule("Folder for slab and index; made if absent, used by one server only.", Kind.FOLDER), Path
+    )
+    capacity_bytes: int = _required(
+        Rule("Disk space for blocks, preallocated at the start.", Kind.SIZE, _MIB, 1024 * _TIB), int
+    )
+    direct_io: bool = _key(
+        True, Rule("Bypass the page cache (O_DIRECT) where the file system can.", Kind.FLAG)
+    )
+    io_threads: int = _key(4, Rule("Threads that read and write.", Kind.COUNT, 1, 64))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteConfig:
+    """``[tiers.remote]``: blocks in Redis or Valkey. Without this section there is no remote tier."""
+
+    section: ClassVar[str] = "tiers.remote"
+
+    url: str = _required(Rule("Address of the server, without user and password.", Kind.URL), str)
+    username: str | None = _key(None, Rule("ACL user; absent: the server's default user.", Kind.NAME))
+    password_env: str | None = _key(
+        None, Rule("Name of the environment variable that holds the password.", Kind.NAME)
+    )
+    password_file: Path | None = _key(
+        None, Rule("File that holds the password on its first line.", Kind.FOLDER)
+    )
+    key_prefix: str = _key("kvstore", Rule("First part of every key written there.", Kind.NAME))
+    ttl_s: float = _key(
+        0.0,
+        Rule("Time a block is kept there after it was written; 0: no limit.", Kind.DURATION, 0, 365 * _DAY_S),
+    )
+    timeout_s: float = _key(
+        0.05, Rule("Longest wait for one answer of the server.", Kind.DURATION, 0.001, 60)
+    )
+    num_connections: int = _key(4, Rule("Connections kept to the server.", Kind.COUNT, 1, 256))
+    breaker_backoff_s: float = _key(
+        0.5,
+        Rule(
+            "Pause after a failure before the server is tried again; doubles while it fails.",
+            Kind.DURATION,
+            0.01,
+            3600,
+        ),
+    )
+    breaker_backoff_max_s: float = _key(10.0, Rule("Longest such pause.", Kind.DURATION, 0.01, 3600))
+
+    def password(self, environ: Mapping[str, str] = os.environ) -> str | None:
+        """Return the password from where the configuration says it is; None if it names no place.
+
+        Blocks on a file.
+
+        Raises:
+            InvalidConfig: the variable is not set, or the file cannot be read or is empty.
+        """
+        if self.password_env is not None:
+            secret = environ.get(self.password_env, "")
+            if not secret:
+                raise InvalidConfig(
+                    f"[tiers.remote] password_env: environment variable {self.password_env} is not set"
+                    " or empty: set it where the server starts"
+                )
+            return secret
+        if self.password_file is None:
+            return None
+        return _first_line(self.password_file)
+
+
+SectionConfig = ServerConfig | StoreConfig | DramConfig | SsdConfig | RemoteConfig
+SECTIONS: tuple[type[SectionConfig], ...] = (ServerConfig, StoreConfig, DramConfig, SsdConfig, RemoteConfig)
+"""Every section, in the order of the reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigKey:
+    """One key as the reference shows it. ``default`` is meaningless where ``is_required``."""
+
+    section: str
+    name: str
+    rule: Rule
+    is_required: bool
+    default: object
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveValue:
+    """One key in force. ``source`` is ``default`` or the name of the file that gives it."""
+
+    section: str
+    name: str
+    value: object
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A whole configuration. ``ssd`` and ``remote`` are None where there is no such tier."""
+
+    server: ServerConfig = field(default_factory=ServerConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+    dram: DramConfig = field(default_factory=DramConfig)
+    ssd: SsdConfig | None = None
+    remote: RemoteConfig | None = None
+    source: str = field(default="built-in defaults", compare=False)
+    given: frozenset[tuple[str, str]] = field(default=frozenset(), compare=False, repr=False)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Config":
+        """Read a TOML file. Blocks.
+
+        Raises:
+            InvalidConfig: the file cannot be read, is not TOML, or holds an unknown key or a bad value.
+        """
+        name = os.fspath(path)
+        try:
+            with Path(name).open("rb") as file:
+                data = file.read(_FILE_MAX_BYTES + 1)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise InvalidConfig(f"{name}: cannot be read: {reason}: name a readable TOML file") from error
+        if len(data) > _FILE_MAX_BYTES:
+            raise InvalidConfig(f"{name}: larger than {size_text(_FILE_MAX_BYTES)}: not a configuration")
+        try:
+            tree = tomllib.loads(data.decode())
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise InvalidConfig(f"{name}: not TOML: {error}") from error
+        except RecursionError as error:
+            raise InvalidConfig(f"{name}: not a configuration: nested too deeply") from error
+        return cls.from_dict(tree, source=name)
+
+    @classmethod
+    def from_dict(cls, tree: Mapping[str, object], *, source: str = "configuration") -> "Config":
+        """Build from what a TOML file would hold: ``{"store": {...}, "tiers": {"dram": {...}}}``.
+
+        ``source`` names the origin in messages.
+
+        Raises:
+            InvalidConfig: an unknown section or key, or a bad value.
+        """
+        tables = _tables(tree, source)
+        config = cls(
+            server=_build(ServerConfig, tables, source),
+            store=_build(StoreConfig, tables, source),
+            dram=_build(DramConfig, tables, source),
+            ssd=_build(SsdConfig, tables, source) if SsdConfig.section in tables else None,
+            remote=_build(RemoteConfig, tables, source) if RemoteConfig.section in tables else None,
+            source=source,
+            given=frozenset((section, key) for section, table in tables.items() for key in table),
+        )
+        _check_together(config)
+        return config
+
+    def effective(self) -> list[EffectiveValue]:
+        """Return every key in force with its value and where that comes from. Holds no secrets."""
+        return [
+            EffectiveValue(
+                part.section,
+                item.name,
+                getattr(part, item.name),
+                self.source if (part.section, item.name) in self.given else "default",
+            )
+            for part in (self.server, self.store, self.dram, self.ssd, self.remote)
+            if part is not None
+            for item in fields(part)
+        ]
+
+
+def config_keys() -> list[ConfigKey]:
+    """Return every key there is, in the order of the reference."""
+    return [
+        ConfigKey(section.section, item.name, item.metadata["rule"], item.default is MISSING, item.default)
+        for section in SECTIONS
+        for item in fields(section)
+    ]
+
+
+def load_config(path: str | os.PathLike[str] | None, environ: Mapping[str, str] = os.environ) -> Config:
+    """Read the file at ``path``, else the one that KVSTORE_CONFIG names, else take the defaults. Blocks.
+
+    Raises:
+        InvalidConfig: as ``Config.load``.
+    """
+    name = path or environ.get(CONFIG_VARIABLE)
+    return Config.load(name) if name else Config()
+
+
+def default_address(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the address a client uses where none is given: KVSTORE_SOCKET, else the default socket."""
+    return f"unix:{environ.get(SOCKET_VARIABLE) or ServerConfig().socket}"
+
+
+def _tables(tree: Mapping[str, object], source: str) -> dict[str, Mapping[str, object]]:
+    """Return the tables that are there by section name: ``tiers.dram``."""
+    names = [kind.section for kind in SECTIONS]
+    tables: dict[str, Mapping[str, object]] = {}
+    tiers = tree.get("tiers", {})
+    found = {name: table for name, table in tree.items() if name != "tiers"}
+    if isinstance(tiers, Mapping):
+        found |= {f"tiers.{name}": table for name, table in tiers.items()}
+    else:
+        raise InvalidConfig(
+            f"{source}: tiers: is not a section: write [tiers.dram], [tiers.ssd], [tiers.remote]"
+        )
+    for name, table in found.items():
+        if name not in names:
+            kind = "section" if isinstance(table, Mapping) else "key outside any section"
+            raise InvalidConfig(f"{source}: unknown {kind} [{_printable(name)}]{_nearest(name, names)}")
+        if not isinstance(table, Mapping):
+            raise InvalidConfig(f"{source}: {name}: is not a section: write [{name}] on a line of its own")
+        tables[name] = table
+    return tables
+
+
+def _build(kind: type[_S], tables: Mapping[str, Mapping[str, object]], source: str) -> _S:
+    table = tables.get(kind.section, {})
+    keys = {item.name: item for item in fields(kind)}
+    for name in table:
+        if name not in keys:
+            raise InvalidConfig(
+                f"{source}: [{kind.section}] unknown key {_printable(name)}{_nearest_key(kind.section, name)}"
+            )
+    for name, item in keys.items():
+        if item.default is MISSING and name not in table:
+            rule = item.metadata["rule"]
+            raise InvalidConfig(f"{source}: [{kind.section}] {name}: is missing, expected {rule.expected()}")
+    values: dict[str, Any] = {}  # Rule.read gives each key the type of its field
+    for name, raw in table.items():
+        try:
+            values[name] = keys[name].metadata["rule"].read(raw)
+        except BadValue as error:
+            raise InvalidConfig(f"{source}: [{kind.section}] {name}: {error}") from None
+    return kind(**values)
+
+
+def _nearest_key(section: str, name: str) -> str:
+    keys = [(key.section, key.name) for key in config_keys()]
+    here = _nearest(name, [key for where, key in keys if where == section])
+    if here:
+        return here
+    elsewhere = [where for where, key in keys if key == name]
+    return (
+        f": it belongs to [{elsewhere[0]}]"
+        if elsewhere
+        else f": see the keys of [{section}] in kvstore config --reference"
+    )
+
+
+def _printable(name: str) -> str:
+    return name if name.isprintable() and len(name) <= 80 else ascii(name)[:80]
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f": did you mean {close[0]}?" if close else ""
+
+
+def _check_together(config: Config) -> None:
+    """Refuse values that are fine alone and wrong together."""
+    problem = None
+    store, remote = config.store, config.remote
+    if store.low_water_ratio > store.high_water_ratio:
+        problem = (
+            f"[store] low_water_ratio: is {store.low_water_ratio:g}, above high_water_ratio"
+            f" {store.high_water_ratio:g}: lower it"
+        )
+    elif remote is not None and remote.password_env is not None and remote.password_file is not None:
+        problem = "[tiers.remote] password_env: password_file is given too: keep one of them"
+    elif remote is not None and remote.breaker_backoff_s > remote.breaker_backoff_max_s:
+        problem = (
+            f"[tiers.remote] breaker_backoff_s: is {remote.breaker_backoff_s:g}, above breaker_backoff_max_s"
+            f" {remote.breaker_backoff_max_s:g}: lower it"
+        )
+    if problem is not None:
+        raise InvalidConfig(f"{config.source}: {problem}")
+
+
+def _first_line(path: Path) -> str:
+    where = f"[tiers.remote] password_file: {path}"
+    try:
+        with path.open(encoding="utf-8") as file:
+            line = file.readline(4096).rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise InvalidConfig(f"{where}: cannot be read: {reason}: let the server's user read it") from None
+    if not line:
+        raise InvalidConfig(f"{where}: its first line is empty: write the password there")
+    return line

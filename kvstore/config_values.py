@@ -1,0 +1,217 @@
+"""Values of a configuration: kinds and ranges, read from TOML and written for people."""
+
+import enum
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+SOCKET_PATH_MAX_BYTES = 107
+"""Longest path a Unix socket can have on Linux: sun_path holds 108 bytes with its final zero (unix(7))."""
+
+_TEXT_MAX_BYTES = 4096
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+    "TiB": 1 << 40,
+}
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,6})?) ?([KMGT]i?B|B|)")
+_REMOTE_SCHEMES = ("redis", "rediss", "unix")
+
+
+class Kind(enum.Enum):
+    """Kind of a configuration value; the text is what the reference calls it."""
+
+    SIZE = "size"
+    DURATION = "seconds"
+    COUNT = "integer"
+    RATIO = "ratio"
+    FLAG = "true or false"
+    CHOICE = "choice"
+    NAME = "text"
+    FOLDER = "path"
+    SOCKET = "socket path"
+    URL = "URL"
+
+
+class BadValue(ValueError):
+    """A value that its rule does not allow; the text says what it is and what is expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What one configuration key holds: meaning, kind and range (both ends allowed)."""
+
+    doc: str
+    kind: Kind
+    low: float = 0
+    high: float = math.inf
+    choices: tuple[str, ...] = ()
+
+    def read(self, raw: object) -> object:
+        """Return the typed value of what TOML gave.
+
+        Raises:
+            BadValue: another type, or a value out of range.
+        """
+        try:
+            return _READERS[self.kind](self, raw)
+        except BadValue as error:
+            raise BadValue(f"{error}, expected {self.expected()}") from None
+
+    def expected(self) -> str:
+        """Say what is allowed, for messages and the reference."""
+        if self.kind is Kind.SIZE:
+            return f'bytes or text like "4GiB", {size_text(self.low)} to {size_text(self.high)}'
+        if self.kind is Kind.DURATION:
+            return f"seconds, {_number(self.low)} to {_number(self.high)}"
+        if self.kind is Kind.COUNT:
+            return f"an integer, {_number(self.low)} to {_number(self.high)}"
+        if self.kind is Kind.RATIO:
+            return f"a number, {_number(self.low)} to {_number(self.high)}"
+        if self.kind is Kind.CHOICE:
+            return "one of " + ", ".join(f'"{choice}"' for choice in self.choices)
+        return _EXPECTED[self.kind]
+
+
+def size_text(num_bytes: float) -> str:
+    """Write a number of bytes with the largest binary unit that keeps it whole: ``"64MiB"``."""
+    whole = int(num_bytes)
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if whole and whole % _UNITS[unit] == 0:
+            return f"{whole // _UNITS[unit]}{unit}"
+    return f"{whole}B"
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else f"{value:g}"
+
+
+def _shown(raw: object) -> str:
+    text = f'"{raw}"' if isinstance(raw, str) else repr(raw).lower() if isinstance(raw, bool) else repr(raw)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _in_range(rule: Rule, number: float, raw: object) -> None:
+    if not rule.low <= number <= rule.high:
+        raise BadValue(f"is {_shown(raw)}")
+
+
+def _read_size(rule: Rule, raw: object) -> int:
+    if isinstance(raw, str):
+        found = _SIZE.fullmatch(raw.strip())
+        if found is None:
+            raise BadValue(f"is {_shown(raw)}")
+        num_bytes = (
+            float(found[1]) * _UNITS[found[2]] if "." in found[1] else int(found[1]) * _UNITS[found[2]]
+        )
+    elif isinstance(raw, int) and not isinstance(raw, bool):
+        num_bytes = raw
+    else:
+        raise BadValue(f"is {_shown(raw)}")
+    _in_range(rule, num_bytes, raw)
+    return int(num_bytes)
+
+
+def _read_number(rule: Rule, raw: object) -> float:
+    if isinstance(raw, bool) or not isinstance(raw, int | float) or not math.isfinite(raw):
+        raise BadValue(f"is {_shown(raw)}")
+    _in_range(rule, raw, raw)
+    return float(raw)
+
+
+def _read_count(rule: Rule, raw: object) -> int:
+    if isinstance(raw, bool) or not isinstance(raw, int):
+        raise BadValue(f"is {_shown(raw)}")
+    _in_range(rule, raw, raw)
+    return raw
+
+
+def _read_flag(rule: Rule, raw: object) -> bool:
+    if not isinstance(raw, bool):
+        raise BadValue(f"is {_shown(raw)}")
+    return raw
+
+
+def _read_choice(rule: Rule, raw: object) -> str:
+    if not isinstance(raw, str) or raw not in rule.choices:
+        raise BadValue(f"is {_shown(raw)}")
+    return raw
+
+
+def _read_name(rule: Rule, raw: object) -> str:
+    if not isinstance(raw, str) or not raw or not raw.isprintable():
+        raise BadValue(f"is {_shown(raw)}")
+    if len(raw.encode()) > _TEXT_MAX_BYTES:
+        raise BadValue(f"is {len(raw.encode())} bytes long")
+    return raw
+
+
+def _read_folder(rule: Rule, raw: object) -> Path:
+    path = Path(_read_name(rule, raw))
+    if not path.is_absolute():
+        raise BadValue(f"is {_shown(raw)}")
+    return path
+
+
+def _read_socket(rule: Rule, raw: object) -> Path:
+    path = _read_folder(rule, raw)
+    length = len(str(path).encode())
+    if length > SOCKET_PATH_MAX_BYTES:
+        raise BadValue(f"is {length} bytes long ({_shown(raw)})")
+    return path
+
+
+def _read_url(rule: Rule, raw: object) -> str:
+    """Read the address of a Redis-protocol server. The value is never shown: it may hold a secret."""
+    text = _read_name(rule, raw) if isinstance(raw, str) else ""
+    try:
+        url = urlsplit(text)
+        port = url.port
+    except ValueError:
+        raise BadValue("is not a URL (value not shown)") from None
+    if "@" in url.netloc or url.password or url.username:
+        raise BadValue(
+            "holds a user or a password (value not shown): put the user into username, the password into"
+            " the file named by password_file or the environment variable named by password_env"
+        )
+    if url.query or url.fragment:
+        raise BadValue("holds a query or fragment (value not shown): options are keys of this section")
+    if url.scheme not in _REMOTE_SCHEMES or port == 0:
+        raise BadValue("is not the address of a Redis-protocol server (value not shown)")
+    if url.scheme == "unix":
+        is_whole = not url.netloc and len(url.path) > 1 and len(url.path.encode()) <= SOCKET_PATH_MAX_BYTES
+    else:
+        is_whole = bool(url.hostname) and re.fullmatch(r"/?|/[0-9]{1,5}", url.path) is not None
+    if not is_whole:
+        raise BadValue("is not the address of a Redis-protocol server (value not shown)")
+    return text
+
+
+_READERS = {
+    Kind.SIZE: _read_size,
+    Kind.DURATION: _read_number,
+    Kind.COUNT: _read_count,
+    Kind.RATIO: _read_number,
+    Kind.FLAG: _read_flag,
+    Kind.CHOICE: _read_choice,
+    Kind.NAME: _read_name,
+    Kind.FOLDER: _read_folder,
+    Kind.SOCKET: _read_socket,
+    Kind.URL: _read_url,
+}
+_EXPECTED = {
+    Kind.FLAG: "true or false",
+    Kind.NAME: f"printable text of 1 to {_TEXT_MAX_BYTES} bytes",
+    Kind.FOLDER: "an absolute path",
+    Kind.SOCKET: f"an absolute path of at most {SOCKET_PATH_MAX_BYTES} bytes",
+    Kind.URL: "redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///PATH",
+}
