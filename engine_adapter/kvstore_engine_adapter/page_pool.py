@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvstore.layout import KVLayout
@@ -15,8 +17,8 @@ class PagePool:
     """KV pages ``[num_pages + 1, layers, 2, block_tokens, kv_heads, head_dim]``, C order, on one device.
 
     A page is one block in the store's layout, so that gather and scatter are one copy each. A slot is the
-    number of a page. The last page is never lent: it is all zeros and stands in block tables for positions that have no
-    page. Every other page holds finite numbers only in positions that were written since ``clear``.
+    number of a page. The last page is never lent: it is all zeros and stands in block tables for positions
+    that have no page. A page must be cleared, or written whole, before it stands in a table.
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, device: torch.device) -> None:
@@ -28,6 +30,15 @@ class PagePool:
             dtype=TORCH_DTYPES[layout.dtype],
             device=device,
         )
+
+        self._bytes: npt.NDArray[np.uint8] | None = None
+        if device.type == "cpu":
+            self._bytes = self.tensor.view(torch.uint8).view(num_pages + 1, -1).numpy()
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return self.layout.block_bytes
 
     @property
     def zero_page(self) -> int:
@@ -51,6 +62,12 @@ class PagePool:
         layout = self.layout
         shape = (len(table) * layout.block_tokens, layout.num_kv_heads, layout.head_dim)
         return self.tensor[table, layer, 0].view(shape), self.tensor[table, layer, 1].view(shape)
+
+    def host_views(self, slots: Sequence[Slot]) -> list[memoryview] | None:
+        """Return the pages as writable bytes, or None if they are not in host memory."""
+        if self._bytes is None:
+            return None
+        return [self._bytes[slot].data for slot in slots]
 
     def gather(self, slots: Sequence[Slot], buffers: Sequence[memoryview]) -> None:
         """Copy pages into host buffers of ``block_bytes`` each. Blocking; releases the GIL."""
