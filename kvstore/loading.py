@@ -140,7 +140,7 @@ class Loader:
         state = self._state
         # Room was made across an await: others may have loaded the block, or taken the room.
         todo = [item for item in wanted if self._needs_load(item.entry)]
-        slots = self._take_slots(shelf.length_bytes, len(todo))
+        slots = state.take_slots(shelf.length_bytes, len(todo))
         by_source: dict[str, list[tuple[Located, Slot]]] = {}
         for item, slot in zip(todo, slots, strict=False):
             assert item.source is not None, "a block that needs a load has no source"
@@ -155,15 +155,6 @@ class Loader:
                 task = asyncio.create_task(self._run_load(shelf, part, patience_s))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-
-    def _take_slots(self, length_bytes: int, count: int) -> list[Slot]:
-        top = self._state.top
-        if top.has_room(length_bytes, count):
-            return top.allocate(length_bytes, count)
-        slots: list[Slot] = []
-        while len(slots) < count and top.has_room(length_bytes):
-            slots += top.allocate(length_bytes)
-        return slots
 
     async def _run_load(self, shelf: Shelf, batch: list[tuple[Located, Slot]], deadline_s: float) -> None:
         """Read one batch from one tier and settle every block of it, whatever happens."""

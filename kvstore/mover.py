@@ -74,7 +74,7 @@ class Mover:
         self._state = state
         self._queues: dict[str, WriteQueue] = {}
         self._workers: list[asyncio.Task[None]] = []
-        self._space = Space(state, self.demote)
+        self._space = Space(state, self)
         self._progress = asyncio.Event()
 
     def start(self) -> None:
@@ -122,6 +122,11 @@ class Mover:
             if tier is not None and tier.name not in entry.copies:
                 self._queues[tier.name].add_first(entry)
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether any worker has a batch in hand."""
+        return any(queue.in_flight for queue in self._queues.values())
+
     def queue_lengths(self) -> dict[str, int]:
         """Blocks that wait or are in flight, by tier."""
         return {name: len(queue) + queue.in_flight for name, queue in self._queues.items()}
@@ -150,8 +155,7 @@ class Mover:
             if not entry.is_ready(state.top.name):
                 state.counters.write_drops[f"{tier.name}/left_top"] += 1
                 continue
-            length = state.directory.length_bytes(entry.block)
-            by_length.setdefault(length, []).append((entry, is_demotion))
+            by_length.setdefault(entry.length_bytes, []).append((entry, is_demotion))
         for length, group in by_length.items():
             # A tier is never asked to empty itself for one batch.
             limit = max(1, tier.capacity_bytes // (4 * length)) if tier.capacity_bytes else len(group)
@@ -207,13 +211,12 @@ class Mover:
         return statuses
 
     def _header(self, entry: BlockEntry, length: int, payload_sum: int) -> BlockHeader:
-        shelf = self._state.directory.shelf_of(entry.block)
         assert entry.parent is not None, "a stored block has a parent"
         return BlockHeader(
             block=entry.block,
             parent=entry.parent,
             depth=entry.depth,
-            layout=shelf.layout,
+            layout=entry.shelf.layout,
             length_bytes=length,
             checksum=payload_sum,
         )
@@ -233,7 +236,7 @@ class Mover:
         if status is WriteStatus.OK:
             state.mark_ready(entry, tier.name)
             transfer.blocks += 1
-            transfer.bytes += state.directory.length_bytes(entry.block)
+            transfer.bytes += entry.length_bytes
             return
         state.directory.remove_copy(entry, tier.name)
         transfer.failures[status.value] += 1
