@@ -1,0 +1,255 @@
+"""Directory: what is known of every block: which tiers have a copy, in what state, and who holds it.
+
+One block's copy in one tier goes ABSENT -> WRITING -> READY -> DROPPING -> ABSENT (absent: no Copy object).
+Only READY copies are matched. Blocks are filed on shelves, one per namespace and part, so that no lookup
+reaches another namespace's blocks and a chain is matched by plain dictionary look-ups of its keys.
+"""
+
+import asyncio
+import enum
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvstore.errors import InvalidRequest
+from kvstore.keys import BlockKey, NamespaceDigest
+from kvstore.layout import KVLayout, Part
+from kvstore.results import MissReason
+from kvstore.tier import BlockHeader, BlockId, ReadOutcome, Slot
+
+GONE_RECORDS = 65_536
+"""How many blocks that are gone are remembered with the reason; the oldest are forgotten first."""
+
+
+class CopyState(enum.Enum):
+    """State of one copy; an absent copy has no object."""
+
+    WRITING = "writing"
+    READY = "ready"
+    DROPPING = "dropping"
+
+
+@dataclass(slots=True)
+class Copy:
+    """One copy in one tier.
+
+    ``slot`` and ``checksum`` belong to copies in the top tier. ``is_counted`` says that the parent counts
+    this copy among its children.
+    """
+
+    state: CopyState
+    slot: Slot | None = None
+    checksum: int | None = None
+    is_counted: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class BlockEntry:
+    """All that is known of one block (one part of it).
+
+    ``leases`` counts external leases, ``holds`` internal ones (a transfer or a running fetch). ``loading``
+    is set while a copy is on its way into the top tier: its result is the outcome of the read. ``fastest``
+    names the fastest tier whose READY copy is certain (shared tiers are never certain), or is None.
+    ``children`` counts, per tier, the blocks with a copy there whose parent is this one. ``parent`` is None
+    while the block itself was never seen and the entry only carries those counts.
+    """
+
+    block: BlockId
+    parent: BlockKey | None
+    depth: int
+    copies: dict[str, Copy] = field(default_factory=dict)
+    leases: int = 0
+    holds: int = 0
+    loading: "asyncio.Future[ReadOutcome] | None" = None
+    loading_origin: str = ""
+    children: dict[str, int] = field(default_factory=dict)
+    fastest: str | None = None
+
+    def is_ready(self, tier: str) -> bool:
+        """Whether the tier has a READY copy."""
+        copy = self.copies.get(tier)
+        return copy is not None and copy.state is CopyState.READY
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a lease or a hold forbids taking its copies away."""
+        return self.leases > 0 or self.holds > 0
+
+    def may_leave(self, tier: str) -> bool:
+        """Whether its READY copy in the tier may be taken: not kept, and no child there."""
+        return self.is_ready(tier) and not self.is_kept and not self.children.get(tier)
+
+    def residency(self) -> tuple[str, ...]:
+        """Names of the tiers with a READY copy."""
+        return tuple(name for name in self.copies if self.is_ready(name))
+
+
+@dataclass(slots=True)
+class Shelf:
+    """The blocks of one part of one namespace."""
+
+    namespace: NamespaceDigest
+    part: Part
+    layout: bytes
+    length_bytes: int
+    entries: dict[BlockKey, BlockEntry] = field(default_factory=dict)
+
+    def block(self, key: BlockKey) -> BlockId:
+        """The id of the block of that key on this shelf."""
+        return BlockId(self.namespace, self.part, key)
+
+
+class Directory:
+    """Shelves, namespaces, and the records of blocks that are gone. Pure: no I/O, no clock.
+
+    ``certain_tiers`` are the tiers whose copies only this directory's owner adds and takes away, fastest
+    first.
+    """
+
+    def __init__(self, certain_tiers: Sequence[str]) -> None:
+        self._certain_tiers = tuple(certain_tiers)
+        self._shelves: dict[tuple[NamespaceDigest, Part], Shelf] = {}
+        self._layouts: dict[NamespaceDigest, KVLayout] = {}
+        self._gone: OrderedDict[BlockId, MissReason] = OrderedDict()
+
+    def open_namespace(self, digest: NamespaceDigest, layout: KVLayout) -> None:
+        """Make a namespace known.
+
+        Raises:
+            InvalidRequest: it is known with another layout.
+        """
+        known = self._layouts.setdefault(digest, layout)
+        if known != layout:
+            raise InvalidRequest(
+                f"namespace {digest.hex()[:12]}: opened with layout {layout}, but it is open with {known}"
+            )
+
+    def shelf(self, namespace: NamespaceDigest, part: Part | None) -> Shelf:
+        """Return the shelf of a part (None: the whole block) of an open namespace.
+
+        Raises:
+            InvalidRequest: the namespace was not opened.
+            InvalidLayout: the part does not fit the namespace's layout.
+        """
+        layout = self._layouts.get(namespace)
+        if layout is None:
+            raise InvalidRequest(f"namespace {namespace.hex()[:12]} is not open: call open_namespace first")
+        part = part or layout.whole
+        shelf = self._shelves.get((namespace, part))
+        if shelf is None:
+            shelf = Shelf(namespace, part, layout.fingerprint, layout.part_bytes(part))
+            self._shelves[namespace, part] = shelf
+        return shelf
+
+    def adopt(self, header: BlockHeader, tier: str) -> BlockEntry | None:
+        """File a copy that a tier holds from an earlier run; None if it contradicts what is known."""
+        block = header.block
+        shelf = self._shelves.get((block.namespace, block.part))
+        if shelf is None:
+            shelf = Shelf(block.namespace, block.part, header.layout, header.length_bytes)
+            self._shelves[block.namespace, block.part] = shelf
+        if (shelf.layout, shelf.length_bytes) != (header.layout, header.length_bytes):
+            return None
+        entry = self.entry(shelf, block.key, header.parent, header.depth)
+        self.set_copy(entry, tier, Copy(CopyState.READY))
+        return entry
+
+    def shelf_of(self, block: BlockId) -> Shelf:
+        """Return the shelf of a block that is or was filed."""
+        return self._shelves[block.namespace, block.part]
+
+    def length_bytes(self, block: BlockId) -> int:
+        """Payload bytes of a block that is or was filed."""
+        return self.shelf_of(block).length_bytes
+
+    def find(self, block: BlockId) -> BlockEntry | None:
+        """Return the entry of a block, or None."""
+        shelf = self._shelves.get((block.namespace, block.part))
+        return shelf.entries.get(block.key) if shelf else None
+
+    def entry(self, shelf: Shelf, key: BlockKey, parent: BlockKey, depth: int) -> BlockEntry:
+        """Return the entry of a key, made if there is none."""
+        entry = shelf.entries.get(key)
+        if entry is None:
+            entry = shelf.entries[key] = BlockEntry(shelf.block(key), parent, depth)
+        elif entry.parent is None:
+            entry.parent = parent
+        return entry
+
+    def set_copy(self, entry: BlockEntry, tier: str, copy: Copy) -> None:
+        """Give an entry a copy in a tier (or change it), counting it as its parent's child."""
+        known = entry.copies.get(tier)
+        copy.is_counted = known.is_counted if known else self._count_at_parent(entry, tier)
+        entry.copies[tier] = copy
+        self._update_fastest(entry)
+
+    def set_state(self, entry: BlockEntry, tier: str, state: CopyState) -> None:
+        """Change the state of a copy that is there."""
+        entry.copies[tier].state = state
+        self._update_fastest(entry)
+
+    def remove_copy(self, entry: BlockEntry, tier: str, reason: MissReason | None = None) -> Copy:
+        """Take an entry's copy in a tier away; with a reason, remember why once the last one is gone."""
+        copy = entry.copies.pop(tier)
+        self._update_fastest(entry)
+        if copy.is_counted:
+            self._uncount_at_parent(entry, tier)
+        if reason is not None and not entry.residency():
+            self._remember_gone(entry.block, reason)
+        self.prune(entry)
+        return copy
+
+    def prune(self, entry: BlockEntry) -> None:
+        """Forget an entry that has no copies, no counted children, and that nobody holds."""
+        if entry.copies or entry.is_kept or entry.loading is not None or any(entry.children.values()):
+            return
+        shelf = self._shelves[entry.block.namespace, entry.block.part]
+        if shelf.entries.get(entry.block.key) is entry:
+            del shelf.entries[entry.block.key]
+
+    def why_gone(self, block: BlockId) -> MissReason:
+        """Return why a block that is not stored is missing: NEVER_SEEN unless a record says more."""
+        return self._gone.get(block, MissReason.NEVER_SEEN)
+
+    def forget_gone(self, block: BlockId) -> None:
+        """Drop the record of a block that is stored again."""
+        self._gone.pop(block, None)
+
+    def entries(self) -> Iterator[BlockEntry]:
+        """Yield every entry."""
+        for shelf in self._shelves.values():
+            yield from shelf.entries.values()
+
+    def _update_fastest(self, entry: BlockEntry) -> None:
+        entry.fastest = next((tier for tier in self._certain_tiers if entry.is_ready(tier)), None)
+
+    def _remember_gone(self, block: BlockId, reason: MissReason) -> None:
+        self._gone[block] = reason
+        self._gone.move_to_end(block)
+        if len(self._gone) > GONE_RECORDS:
+            self._gone.popitem(last=False)
+
+    def _count_at_parent(self, entry: BlockEntry, tier: str) -> bool:
+        """Count a copy at the parent's entry, made if need be; False if the chain's claims disagree.
+
+        Depths fall by one along counted edges, so no claim of a client can make a cycle of blocks that
+        keep each other from eviction.
+        """
+        if entry.depth == 0 or entry.parent is None:
+            return False
+        shelf = self._shelves[entry.block.namespace, entry.block.part]
+        parent = shelf.entries.get(entry.parent)
+        if parent is None:
+            parent = BlockEntry(shelf.block(entry.parent), None, entry.depth - 1)
+            shelf.entries[entry.parent] = parent
+        if parent.depth != entry.depth - 1:
+            return False
+        parent.children[tier] = parent.children.get(tier, 0) + 1
+        return True
+
+    def _uncount_at_parent(self, entry: BlockEntry, tier: str) -> None:
+        shelf = self._shelves[entry.block.namespace, entry.block.part]
+        assert entry.parent is not None
+        parent = shelf.entries[entry.parent]
+        parent.children[tier] -= 1
+        self.prune(parent)

@@ -1,0 +1,122 @@
+"""The consistency check of a manager: every invariant, and a sample of payload checksums."""
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvstore.checksum import checksum
+from kvstore.directory import BlockEntry, Copy, CopyState
+from kvstore.results import MissReason
+from kvstore.state import State
+from kvstore.tier import ALIGNMENT_BYTES, Medium, ReadRequest, ReadStatus, Tier
+
+_READ_TIMEOUT_S = 5.0
+
+
+async def check_manager(state: State, *, sample_blocks: int) -> list[str]:
+    """Return one line per violated invariant.
+
+    The structural part runs without an await and sees one moment. The sample then reads up to
+    ``sample_blocks`` blocks of each certain tier; a damaged one is dropped and reported.
+    """
+    problems = [*_slots_balance(state), *_copies_are_sound(state), *_counters_balance(state)]
+    problems += await _check_top_sample(state, sample_blocks)
+    for tier in state.lower:
+        if not tier.is_shared:
+            problems += await _check_lower_sample(state, tier, sample_blocks)
+    return problems
+
+
+def _slots_balance(state: State) -> Iterator[str]:
+    granule = ALIGNMENT_BYTES if state.top.medium is Medium.DRAM else 1
+    known = [state.directory.length_bytes(entry.block) for entry, _ in _top_copies(state)]
+    lent = [lent.length_bytes for lent in state.leases.lent_slots()]
+    expected = sum(-(-length // granule) * granule for length in (*known, *lent))
+    if expected != state.top.used_bytes:
+        yield (
+            f"{state.top.name}: {state.top.used_bytes} bytes of slots are in use, "
+            f"but blocks and lent slots account for {expected}"
+        )
+    slots = [copy.slot for _, copy in _top_copies(state)]
+    if len(set(slots)) != len(slots):
+        yield f"{state.top.name}: a slot belongs to two blocks"
+
+
+def _copies_are_sound(state: State) -> Iterator[str]:
+    known = {tier: set(policy.candidates()) for tier, policy in state.policies.items()}
+    for entry in state.directory.entries():
+        name = entry.block.key.hex()[:12]
+        if entry.leases and state.top.name not in entry.copies:
+            yield f"block {name}: leased, but not in {state.top.name}"
+        if entry.leases < 0 or entry.holds < 0:
+            yield f"block {name}: negative count of leases or holds"
+        for tier, blocks in known.items():
+            if entry.is_ready(tier) != (entry.block in blocks):
+                yield f"block {name}: its state in {tier} and the order of its policy disagree"
+
+
+def _counters_balance(state: State) -> Iterator[str]:
+    for name, lookups in (("match", state.counters.match), ("fetch", state.counters.fetch)):
+        if not lookups.is_balanced:
+            yield f"{name}: hits and misses do not add up to {lookups.lookups} lookups"
+
+
+def _top_copies(state: State) -> list[tuple[BlockEntry, Copy]]:
+    top = state.top.name
+    return [(entry, entry.copies[top]) for entry in state.directory.entries() if top in entry.copies]
+
+
+async def _check_top_sample(state: State, sample_blocks: int) -> list[str]:
+    sample = [
+        entry
+        for entry, copy in _top_copies(state)
+        if copy.state is CopyState.READY and copy.checksum is not None
+    ][:sample_blocks]
+    problems: list[str] = []
+    for entry in sample:
+        copy = entry.copies.get(state.top.name)
+        if copy is None or copy.slot is None or copy.state is not CopyState.READY:
+            continue
+        length = state.directory.length_bytes(entry.block)
+        with state.holding() as held:
+            state.hold(entry, held)
+            async with state.top.reading([copy.slot], length) as buffers:
+                found = await asyncio.to_thread(checksum, buffers[0][:length])
+            if found != copy.checksum and copy.state is CopyState.READY:
+                problems.append(_corrupt(state, state.top.name, entry))
+                state.quarantine_top(entry)
+    return problems
+
+
+async def _check_lower_sample(state: State, tier: Tier, sample_blocks: int) -> list[str]:
+    stored = [entry for entry in state.directory.entries() if entry.is_ready(tier.name)]
+    problems: list[str] = []
+    for entry in stored[:sample_blocks]:
+        if not entry.is_ready(tier.name):
+            continue
+        shelf = state.directory.shelf_of(entry.block)
+        buffer = _aligned_buffer(shelf.length_bytes)
+        with state.holding() as held:
+            state.hold(entry, held)
+            request = ReadRequest(entry.block, shelf.layout, shelf.length_bytes, buffer)
+            (outcome,) = await tier.read([request], deadline_s=state.clock() + _READ_TIMEOUT_S)
+            if outcome.status in _BAD and entry.is_ready(tier.name):
+                problems.append(_corrupt(state, tier.name, entry, outcome.status.value))
+                state.forget_copy(entry, tier.name, MissReason.CORRUPT)
+    return problems
+
+
+_BAD = (ReadStatus.CORRUPT, ReadStatus.MISMATCH, ReadStatus.ABSENT)
+
+
+def _corrupt(state: State, tier: str, entry: BlockEntry, what: str = "corrupt") -> str:
+    state.counters.corrupt[tier] += 1
+    return f"block {entry.block.key.hex()[:12]}: its copy in {tier} is {what}; dropped"
+
+
+def _aligned_buffer(length_bytes: int) -> memoryview:
+    padded = -(-length_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    memory = np.empty(padded + ALIGNMENT_BYTES, dtype=np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT_BYTES
+    return memory[start : start + padded].data

@@ -1,0 +1,185 @@
+"""Leases: these blocks stay until the holder lets go, dies, or its time is up.
+
+A lease is a counter on the block with an owner and a deadline, not a state of the copy. Slots that are lent
+to a writer are kept here too: they have no name yet, and fall back to the tier when their owner goes.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvstore.directory import BlockEntry
+from kvstore.results import LeaseId, Owner
+from kvstore.tier import Slot
+
+_SPARE_DEADLINES = 4096
+
+
+@dataclass(slots=True)
+class Lease:
+    """Blocks that one owner keeps until ``deadline_s`` (monotonic; infinity: until released)."""
+
+    owner: Owner
+    entries: tuple[BlockEntry, ...]
+    deadline_s: float
+
+
+@dataclass(slots=True)
+class LentSlot:
+    """A slot in an owner's hands. ``entry`` is set, and leased, once the slot is published as that block."""
+
+    owner: Owner
+    deadline_s: float
+    length_bytes: int
+    entry: BlockEntry | None = None
+
+
+@dataclass(slots=True)
+class Holdings:
+    """Everything one owner has."""
+
+    leases: set[LeaseId] = field(default_factory=set)
+    slots: dict[Slot, LentSlot] = field(default_factory=dict)
+
+
+class LeaseTable:
+    """All leases and lent slots, by owner. Pure: the clock's reading comes in as an argument.
+
+    The methods return entries and slots that became free; what to do with them is the manager's affair.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[Owner, Holdings] = {}
+        self._leases: dict[LeaseId, Lease] = {}
+        self._deadlines: list[tuple[float, int, LeaseId | None, Owner]] = []
+        self._next_owner = itertools.count(1)
+        self._next_lease = itertools.count(1)
+        self._tie = itertools.count()
+
+    def new_owner(self) -> Owner:
+        """Return an owner that has nothing yet."""
+        owner = Owner(next(self._next_owner))
+        self._owners[owner] = Holdings()
+        return owner
+
+    def is_live(self, owner: Owner) -> bool:
+        """Whether the owner has not ended. Only a live owner can be given anything."""
+        return owner in self._owners
+
+    def grant(self, owner: Owner, entries: Sequence[BlockEntry], deadline_s: float) -> LeaseId:
+        """Lease entries to an owner."""
+        lease_id = LeaseId(next(self._next_lease))
+        for entry in entries:
+            entry.leases += 1
+        self._leases[lease_id] = Lease(owner, tuple(entries), deadline_s)
+        self._owners[owner].leases.add(lease_id)
+        self._watch(deadline_s, lease_id, owner)
+        return lease_id
+
+    def end(self, lease_id: LeaseId, owner: Owner | None = None) -> Sequence[BlockEntry] | None:
+        """End a lease; None if there is none of that id (ended before, or another owner's)."""
+        lease = self._leases.get(lease_id)
+        if lease is None or (owner is not None and lease.owner != owner):
+            return None
+        del self._leases[lease_id]
+        self._owners[lease.owner].leases.discard(lease_id)
+        for entry in lease.entries:
+            entry.leases -= 1
+            assert entry.leases >= 0, "a lease was counted down twice"
+        return lease.entries
+
+    def lend(self, owner: Owner, slots: Sequence[Slot], *, length_bytes: int, deadline_s: float) -> None:
+        """Put unnamed slots into an owner's hands."""
+        holdings = self._owners[owner]
+        for slot in slots:
+            holdings.slots[slot] = LentSlot(owner, deadline_s, length_bytes)
+        if slots:
+            self._watch(deadline_s, None, owner)
+
+    def lent(self, owner: Owner, slot: Slot) -> LentSlot | None:
+        """Return the lent slot if this owner has it."""
+        holdings = self._owners.get(owner)
+        return holdings.slots.get(slot) if holdings else None
+
+    def publish(self, owner: Owner, slot: Slot, entry: BlockEntry) -> None:
+        """Tie a lent slot to the block it now holds; the owner keeps a lease on that block."""
+        self._owners[owner].slots[slot].entry = entry
+        entry.leases += 1
+
+    def take_back(self, owner: Owner, slot: Slot) -> LentSlot | None:
+        """End the lending of one slot; None if this owner does not have it."""
+        holdings = self._owners.get(owner)
+        lent = holdings.slots.pop(slot, None) if holdings else None
+        if lent is not None and lent.entry is not None:
+            lent.entry.leases -= 1
+            assert lent.entry.leases >= 0, "a lent slot was counted down twice"
+        return lent
+
+    def end_owner(self, owner: Owner) -> tuple[list[BlockEntry], list[Slot]]:
+        """End all that an owner has: (entries that lost a lease, slots that never got a name)."""
+        holdings = self._owners.get(owner)
+        if holdings is None:
+            return [], []
+        entries: list[BlockEntry] = []
+        for lease_id in list(holdings.leases):
+            entries.extend(self.end(lease_id) or ())
+        slots: list[Slot] = []
+        for slot in list(holdings.slots):
+            lent = self.take_back(owner, slot)
+            if lent is not None and lent.entry is None:
+                slots.append(slot)
+            elif lent is not None and lent.entry is not None:
+                entries.append(lent.entry)
+        del self._owners[owner]
+        return entries, slots
+
+    def expire(self, now_s: float) -> tuple[list[BlockEntry], list[Slot]]:
+        """End what is past its deadline: (entries that lost a lease, slots that never got a name)."""
+        entries: list[BlockEntry] = []
+        slots: list[Slot] = []
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, _, lease_id, owner = heapq.heappop(self._deadlines)
+            if lease_id is not None:
+                entries.extend(self.end(lease_id) or ())
+                continue
+            holdings = self._owners.get(owner)
+            for slot, lent in list(holdings.slots.items()) if holdings else ():
+                if lent.deadline_s <= now_s:
+                    self.take_back(owner, slot)
+                    entries.extend([lent.entry] if lent.entry else [])
+                    slots.extend([] if lent.entry else [slot])
+        return entries, slots
+
+    def lent_slots(self) -> list[LentSlot]:
+        """Return every lent slot that has no name yet."""
+        return [
+            lent
+            for holdings in self._owners.values()
+            for lent in holdings.slots.values()
+            if lent.entry is None
+        ]
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that have not ended."""
+        return len(self._leases)
+
+    @property
+    def num_owners(self) -> int:
+        """Owners that have not ended."""
+        return len(self._owners)
+
+    def _watch(self, deadline_s: float, lease_id: LeaseId | None, owner: Owner) -> None:
+        if deadline_s == math.inf:
+            return
+        heapq.heappush(self._deadlines, (deadline_s, next(self._tie), lease_id, owner))
+        if len(self._deadlines) > 4 * len(self._leases) + _SPARE_DEADLINES:
+            # Most of these ended before their deadline; slots' deadlines are kept, there are few owners.
+            self._deadlines = [
+                watch
+                for watch in self._deadlines
+                if (watch[2] in self._leases if watch[2] is not None else watch[3] in self._owners)
+            ]
+            heapq.heapify(self._deadlines)

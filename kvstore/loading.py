@@ -1,0 +1,236 @@
+"""Loader: finds the stored prefix of a chain, and brings blocks up into the top tier, each only once.
+
+Finding: blocks with a certain copy (top tier, own lower tiers) are known from the directory; for the others
+the shared tiers are probed. Loading: one task per source tier and batch; everyone who wants a block that is
+already on its way waits for the same task. Whoever runs out of time goes on with less, and the load ends in
+the background for later use.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstore.directory import BlockEntry, Copy, CopyState, Shelf
+from kvstore.keys import BlockKey, PrefixChain
+from kvstore.results import MissReason
+from kvstore.space import Space
+from kvstore.state import State
+from kvstore.tier import ReadOutcome, ReadRequest, ReadStatus, Slot, Tier
+
+WriteThrough = Callable[..., None]
+"""`Mover.write_through`."""
+
+logger = logging.getLogger(__name__)
+
+MISS_REASONS = {
+    ReadStatus.ABSENT: MissReason.EVICTED,
+    ReadStatus.CORRUPT: MissReason.CORRUPT,
+    ReadStatus.MISMATCH: MissReason.CORRUPT,
+    ReadStatus.TIMED_OUT: MissReason.TIMED_OUT,
+    ReadStatus.UNAVAILABLE: MissReason.UNAVAILABLE,
+}
+"""What a failed read means to whoever asked for the block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """One stored block of a prefix. ``source`` is None if it is in the top tier or on its way there."""
+
+    entry: BlockEntry
+    source: Tier | None
+    origin: str
+
+
+class Loader:
+    """Finds and loads blocks for one manager."""
+
+    def __init__(self, state: State, space: Space, write_through: WriteThrough) -> None:
+        self._state = state
+        self._space = space
+        self._write_through = write_through
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def stop(self) -> None:
+        """Wait for loads under way: their buffers are in use until they end."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    @property
+    def num_loads(self) -> int:
+        """Read tasks under way."""
+        return len(self._tasks)
+
+    async def probe(
+        self, shelf: Shelf, chain: PrefixChain, *, deadline_s: float
+    ) -> tuple[dict[BlockKey, tuple[Tier, str]], MissReason | None]:
+        """Ask the shared tiers for the blocks no certain copy is known of, beyond the first such gap.
+
+        Returns where each found block is, and a reason if a tier could not answer.
+        """
+        state = self._state
+        found: dict[BlockKey, tuple[Tier, str]] = {}
+        trouble: MissReason | None = None
+        unknown = [key for key in chain.keys if not _is_certain(shelf.entries.get(key))]
+        for tier in state.lower:
+            if not tier.is_shared or not unknown:
+                continue
+            if not tier.health().is_up:
+                trouble = MissReason.UNAVAILABLE
+            names = await tier.probe([shelf.block(key) for key in unknown], deadline_s=deadline_s)
+            found |= {key: (tier, name) for key, name in zip(unknown, names, strict=True) if name}
+            if not all(names) and state.clock() >= deadline_s:
+                trouble = MissReason.TIMED_OUT
+            elif not all(names) and not tier.health().is_up:
+                trouble = MissReason.UNAVAILABLE
+            unknown = [key for key in unknown if key not in found]
+        return found, trouble
+
+    def locate(
+        self, shelf: Shelf, chain: PrefixChain, probed: dict[BlockKey, tuple[Tier, str]]
+    ) -> list[Located]:
+        """Return the leading blocks that are stored, making entries for those only a probe has found."""
+        state = self._state
+        lower = {tier.name: tier for tier in state.lower}
+        located: list[Located] = []
+        parent = chain.parent or BlockKey(chain.namespace)
+        for index, key in enumerate(chain.keys):
+            entry = shelf.entries.get(key)
+            if entry is not None and _is_certain(entry):
+                name = entry.fastest or entry.loading_origin
+                located.append(Located(entry, lower.get(entry.fastest or ""), name))
+            elif key in probed:
+                tier, name = probed[key]
+                entry = state.directory.entry(shelf, key, parent, chain.start + index)
+                located.append(Located(entry, tier, name))
+            else:
+                break
+            parent = key
+        return located
+
+    async def load(
+        self, shelf: Shelf, located: Sequence[Located], *, deadline_s: float
+    ) -> tuple[int, MissReason | None]:
+        """Make located blocks, which the caller holds, READY in the top tier.
+
+        Returns how many leading ones are READY now, and why the next one is not.
+        """
+        state = self._state
+        wanted = [item for item in located if self._needs_load(item.entry)]
+        if wanted:
+            await self._space.make_room_on_top(shelf.length_bytes, len(wanted), deadline_s=deadline_s)
+            self._start_loads(shelf, wanted, deadline_s)
+        loads = [item.entry.loading for item in located]
+        waiting = [load for load in loads if load is not None]
+        if waiting:
+            await asyncio.wait(waiting, timeout=max(0.0, deadline_s - state.clock()))
+        for index, (item, load) in enumerate(zip(located, loads, strict=True)):
+            if item.entry.is_ready(state.top.name):
+                continue
+            if load is None:
+                return index, MissReason.NO_ROOM
+            return index, MISS_REASONS[load.result().status] if load.done() else MissReason.TIMED_OUT
+        return len(located), None
+
+    def _needs_load(self, entry: BlockEntry) -> bool:
+        return not entry.is_ready(self._state.top.name) and entry.loading is None
+
+    def _start_loads(self, shelf: Shelf, wanted: Sequence[Located], deadline_s: float) -> None:
+        """Give as many leading blocks as there is room for a slot, and read them from where they are."""
+        state = self._state
+        # Room was made across an await: others may have loaded the block, or taken the room.
+        todo = [item for item in wanted if self._needs_load(item.entry)]
+        slots = self._take_slots(shelf.length_bytes, len(todo))
+        by_source: dict[str, list[tuple[Located, Slot]]] = {}
+        for item, slot in zip(todo, slots, strict=False):
+            assert item.source is not None, "a block that needs a load has no source"
+            state.directory.set_copy(item.entry, state.top.name, Copy(CopyState.WRITING, slot))
+            item.entry.loading = asyncio.get_running_loop().create_future()
+            item.entry.loading_origin = item.origin
+            by_source.setdefault(item.source.name, []).append((item, slot))
+        patience_s = max(deadline_s, state.clock() + state.settings.load_patience_s)
+        for batch in by_source.values():
+            for start in range(0, len(batch), state.settings.load_batch_blocks):
+                part = batch[start : start + state.settings.load_batch_blocks]
+                task = asyncio.create_task(self._run_load(shelf, part, patience_s))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    def _take_slots(self, length_bytes: int, count: int) -> list[Slot]:
+        top = self._state.top
+        if top.has_room(length_bytes, count):
+            return top.allocate(length_bytes, count)
+        slots: list[Slot] = []
+        while len(slots) < count and top.has_room(length_bytes):
+            slots += top.allocate(length_bytes)
+        return slots
+
+    async def _run_load(self, shelf: Shelf, batch: list[tuple[Located, Slot]], deadline_s: float) -> None:
+        """Read one batch from one tier and settle every block of it, whatever happens."""
+        state = self._state
+        for item, _ in batch:
+            item.entry.holds += 1
+        outcomes = [ReadOutcome(ReadStatus.UNAVAILABLE)] * len(batch)
+        source = batch[0][0].source
+        assert source is not None
+        started_s = state.clock()
+        try:
+            async with state.top.writing([slot for _, slot in batch], shelf.length_bytes) as buffers:
+                requests = [
+                    ReadRequest(item.entry.block, shelf.layout, shelf.length_bytes, buffer)
+                    for (item, _), buffer in zip(batch, buffers, strict=True)
+                ]
+                outcomes = await source.read(requests, deadline_s=deadline_s)
+        except Exception:
+            logger.exception("%s: reading a batch of blocks failed", source.name)
+            outcomes = [ReadOutcome(ReadStatus.UNAVAILABLE)] * len(batch)
+        finally:
+            state.counters.transfer(source.name, state.top.name).seconds += state.clock() - started_s
+            self._settle(shelf, source, batch, outcomes)
+
+    def _settle(
+        self,
+        shelf: Shelf,
+        source: Tier,
+        batch: list[tuple[Located, Slot]],
+        outcomes: Sequence[ReadOutcome],
+    ) -> None:
+        state = self._state
+        loaded: list[BlockEntry] = []
+        for (item, slot), outcome in zip(batch, outcomes, strict=True):
+            entry = item.entry
+            load, entry.loading = entry.loading, None
+            if outcome.status is ReadStatus.OK and outcome.header is not None:
+                ready = Copy(CopyState.READY, slot, outcome.header.checksum)
+                state.directory.set_copy(entry, state.top.name, ready)
+                loaded.append(entry)
+            else:
+                self._settle_failure(source, entry, outcome.status)
+            if load is not None and not load.done():
+                load.set_result(outcome)
+        transfer = state.counters.transfer(source.name, state.top.name)
+        transfer.blocks += len(loaded)
+        transfer.bytes += len(loaded) * shelf.length_bytes
+        state.publish_top(loaded)
+        if source.is_shared:
+            for entry in loaded:
+                state.mark_ready(entry, source.name)
+        self._write_through(loaded, above=source.name)
+        for item, _ in batch:
+            state.let_go(item.entry)
+
+    def _settle_failure(self, source: Tier, entry: BlockEntry, status: ReadStatus) -> None:
+        state = self._state
+        state.counters.transfer(source.name, state.top.name).failures[status.value] += 1
+        state.forget_copy(entry, state.top.name, None)
+        is_gone = status in (ReadStatus.ABSENT, ReadStatus.CORRUPT, ReadStatus.MISMATCH)
+        if is_gone and entry.is_ready(source.name):
+            state.forget_copy(entry, source.name, MISS_REASONS[status])
+        if status in (ReadStatus.CORRUPT, ReadStatus.MISMATCH):
+            state.counters.corrupt[source.name] += 1
+            logger.warning("%s: a stored block is %s: not served", source.name, status.value)
+
+
+def _is_certain(entry: BlockEntry | None) -> bool:
+    """Whether a block is known to be stored, or on its way into the top tier, without asking anyone."""
+    return entry is not None and (entry.fastest is not None or entry.loading is not None)

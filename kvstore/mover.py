@@ -1,0 +1,240 @@
+"""Mover: writes blocks from the top tier through to the tiers below, in the background.
+
+Every lower tier has a bounded queue and one worker, so that a slow tier delays only itself. A full queue
+drops the write and counts it. Demotions go to the front of the queue: somebody waits for their slots. The
+bytes are checked against their checksum before they are written, so damage in memory does not spread.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from kvstore.checksum import checksum
+from kvstore.directory import BlockEntry, Copy, CopyState
+from kvstore.results import MissReason
+from kvstore.space import Space
+from kvstore.state import State
+from kvstore.tier import BlockHeader, Slot, Tier, WriteRequest, WriteStatus
+
+logger = logging.getLogger(__name__)
+
+
+class WriteQueue:
+    """Entries that wait to be written to one tier; bounded, first in first out, urgent ones first."""
+
+    def __init__(self, limit_blocks: int) -> None:
+        self._limit_blocks = limit_blocks
+        self._waiting: OrderedDict[BlockEntry, None] = OrderedDict()
+        self._demoting: set[BlockEntry] = set()
+        self.has_work = asyncio.Event()
+        self.in_flight = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits and nothing is being written."""
+        return not self._waiting and not self.in_flight
+
+    def add(self, entry: BlockEntry) -> bool:
+        """Queue an entry; False if the queue is full."""
+        if entry in self._waiting:
+            return True
+        if len(self._waiting) >= self._limit_blocks:
+            return False
+        self._waiting[entry] = None
+        self.has_work.set()
+        return True
+
+    def add_first(self, entry: BlockEntry) -> None:
+        """Queue an entry before all others, to leave the top tier once it is written."""
+        self._demoting.add(entry)
+        self._waiting[entry] = None
+        self._waiting.move_to_end(entry, last=False)
+        self.has_work.set()
+
+    def take(self, limit_blocks: int) -> list[tuple[BlockEntry, bool]]:
+        """Take the first entries, each with whether it is to leave the top tier afterwards."""
+        batch: list[tuple[BlockEntry, bool]] = []
+        while self._waiting and len(batch) < limit_blocks:
+            entry, _ = self._waiting.popitem(last=False)
+            batch.append((entry, entry in self._demoting))
+            self._demoting.discard(entry)
+        if not self._waiting:
+            self.has_work.clear()
+        return batch
+
+
+class Mover:
+    """Runs one write queue and worker per lower tier of a manager."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._queues: dict[str, WriteQueue] = {}
+        self._workers: list[asyncio.Task[None]] = []
+        self._space = Space(state, self.demote)
+        self._progress = asyncio.Event()
+
+    def start(self) -> None:
+        """Start the workers."""
+        for tier in self._state.lower:
+            self._queues[tier.name] = WriteQueue(self._state.settings.write_queue_blocks)
+            self._workers.append(asyncio.create_task(self._run(tier), name=f"mover-{tier.name}"))
+
+    async def stop(self) -> None:
+        """Stop the workers; what still waits is dropped and counted."""
+        for worker in self._workers:
+            worker.cancel()
+        await asyncio.gather(*self._workers, return_exceptions=True)
+        self._workers.clear()
+        for name, queue in self._queues.items():
+            if len(queue):
+                self._state.counters.write_drops[f"{name}/stopped"] += len(queue)
+
+    async def flush(self, *, timeout_s: float) -> bool:
+        """Wait until all queues are empty and nothing is in flight; False if time ran out."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not all(queue.is_idle for queue in self._queues.values()):
+                    self._progress.clear()
+                    await self._progress.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def write_through(self, entries: Iterable[BlockEntry], *, above: str | None = None) -> None:
+        """Queue entries for every lower tier that lacks them; ``above``: only for tiers over that one."""
+        state = self._state
+        for tier in state.lower:
+            if tier.name == above:
+                return
+            queue = self._queues[tier.name]
+            for entry in entries:
+                if tier.name not in entry.copies and not queue.add(entry):
+                    state.counters.write_drops[f"{tier.name}/queue_full"] += 1
+
+    def demote(self, entries: Sequence[BlockEntry]) -> None:
+        """Write entries to the first healthy lower tier at once; they leave the top tier when READY there."""
+        tier = next((tier for tier in self._state.lower if tier.health().is_up), None)
+        for entry in reversed(entries):
+            if tier is not None and tier.name not in entry.copies:
+                self._queues[tier.name].add_first(entry)
+
+    def queue_lengths(self) -> dict[str, int]:
+        """Blocks that wait or are in flight, by tier."""
+        return {name: len(queue) + queue.in_flight for name, queue in self._queues.items()}
+
+    async def _run(self, tier: Tier) -> None:
+        queue = self._queues[tier.name]
+        while True:
+            await queue.has_work.wait()
+            batch = queue.take(self._state.settings.write_batch_blocks)
+            queue.in_flight = len(batch)
+            try:
+                await self._write_batch(tier, batch)
+            except Exception:
+                logger.exception("%s: writing a batch of blocks failed", tier.name)
+                self._state.counters.write_drops[f"{tier.name}/error"] += len(batch)
+            finally:
+                queue.in_flight = 0
+                self._progress.set()
+
+    async def _write_batch(self, tier: Tier, batch: list[tuple[BlockEntry, bool]]) -> None:
+        state = self._state
+        by_length: dict[int, list[tuple[BlockEntry, bool]]] = {}
+        for entry, is_demotion in batch:
+            if tier.name in entry.copies:
+                continue
+            if not entry.is_ready(state.top.name):
+                state.counters.write_drops[f"{tier.name}/left_top"] += 1
+                continue
+            length = state.directory.length_bytes(entry.block)
+            by_length.setdefault(length, []).append((entry, is_demotion))
+        for length, group in by_length.items():
+            # A tier is never asked to empty itself for one batch.
+            limit = max(1, tier.capacity_bytes // (4 * length)) if tier.capacity_bytes else len(group)
+            for start in range(0, len(group), limit):
+                await self._write_group(tier, length, group[start : start + limit])
+
+    async def _write_group(self, tier: Tier, length: int, group: list[tuple[BlockEntry, bool]]) -> None:
+        state = self._state
+        entries = [entry for entry, _ in group]
+        statuses = [WriteStatus.UNAVAILABLE] * len(group)
+        with state.holding() as held:
+            for entry in entries:
+                state.hold(entry, held)
+                state.directory.set_copy(entry, tier.name, Copy(CopyState.WRITING))
+            try:
+                has_room = await self._space.make_room_below(tier, length, len(group))
+                statuses = (
+                    await self._transfer(tier, length, entries)
+                    if has_room
+                    else [WriteStatus.FULL] * len(group)
+                )
+            finally:
+                for entry, status in zip(entries, statuses, strict=True):
+                    self._settle(tier, entry, status)
+        for entry, is_demotion in group:
+            # Also when the write failed: whoever waits for the slot cannot wait for a tier that refuses.
+            if is_demotion and entry.may_leave(state.top.name):
+                state.forget_copy(entry, state.top.name, MissReason.EVICTED)
+                state.counters.evictions[f"{state.top.name}/demoted"] += 1
+
+    async def _transfer(self, tier: Tier, length: int, entries: list[BlockEntry]) -> list[WriteStatus]:
+        state = self._state
+        top_copies = [entry.copies[state.top.name] for entry in entries]
+        slots = [copy.slot for copy in top_copies if copy.slot is not None]
+        assert len(slots) == len(entries), "a READY copy in the top tier has no slot"
+        started_s = state.clock()
+        async with state.top.reading(slots, length) as buffers:
+            sums = await asyncio.to_thread(lambda: [checksum(buffer[:length]) for buffer in buffers])
+            good = [
+                i for i, copy in enumerate(top_copies) if copy.checksum is None or copy.checksum == sums[i]
+            ]
+            requests = [WriteRequest(self._header(entries[i], length, sums[i]), buffers[i]) for i in good]
+            deadline_s = state.clock() + state.settings.write_timeout_s
+            written = await tier.write(requests, deadline_s=deadline_s) if requests else []
+        statuses = [WriteStatus.REFUSED] * len(entries)
+        transfer = state.counters.transfer(state.top.name, tier.name)
+        transfer.seconds += state.clock() - started_s
+        for i, status in zip(good, written, strict=True):
+            statuses[i] = status
+            top_copies[i].checksum = sums[i]
+        for i in set(range(len(entries))) - set(good):
+            self._condemn(entries[i], slots[i])
+        return statuses
+
+    def _header(self, entry: BlockEntry, length: int, payload_sum: int) -> BlockHeader:
+        shelf = self._state.directory.shelf_of(entry.block)
+        assert entry.parent is not None, "a stored block has a parent"
+        return BlockHeader(
+            block=entry.block,
+            parent=entry.parent,
+            depth=entry.depth,
+            layout=shelf.layout,
+            length_bytes=length,
+            checksum=payload_sum,
+        )
+
+    def _condemn(self, entry: BlockEntry, slot: Slot) -> None:
+        """Drop a top copy whose bytes no longer match their checksum."""
+        state = self._state
+        state.counters.corrupt[state.top.name] += 1
+        logger.warning(
+            "%s: a block's bytes in slot %s do not match their checksum: dropped", state.top.name, slot
+        )
+        state.quarantine_top(entry)
+
+    def _settle(self, tier: Tier, entry: BlockEntry, status: WriteStatus) -> None:
+        state = self._state
+        transfer = state.counters.transfer(state.top.name, tier.name)
+        if status is WriteStatus.OK:
+            state.mark_ready(entry, tier.name)
+            transfer.blocks += 1
+            transfer.bytes += state.directory.length_bytes(entry.block)
+            return
+        state.directory.remove_copy(entry, tier.name)
+        transfer.failures[status.value] += 1
+        state.counters.write_drops[f"{tier.name}/{status.value}"] += 1

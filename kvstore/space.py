@@ -1,0 +1,172 @@
+"""Space: who leaves a tier when it fills, and where to.
+
+Deciding is pure (`plan_departures`); doing is separate (`Space`). A block leaves the top tier at once if a
+lower tier has a READY copy. Otherwise it is demoted first: the mover writes it down, and only then does it
+leave. Children leave before parents, and nothing that is leased or held leaves at all.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstore.directory import BlockEntry, CopyState
+from kvstore.results import MissReason
+from kvstore.state import State
+from kvstore.tier import Tier
+
+_PLAN_BLOCKS = 16
+"""Smallest plan: making room for one block at a time would walk the policy's order too often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Departures:
+    """A plan: entries whose copy may go now, and entries that must be demoted first."""
+
+    leaving: tuple[BlockEntry, ...]
+    demoting: tuple[BlockEntry, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing in the tier may leave."""
+        return not self.leaving and not self.demoting
+
+
+def plan_departures(
+    state: State, tier: str, *, wanted_blocks: int, must_demote: Callable[[BlockEntry], bool]
+) -> Departures:
+    """Name about ``wanted_blocks`` entries to leave a tier, in its policy's order, children first."""
+    leaving: list[BlockEntry] = []
+    demoting: list[BlockEntry] = []
+    planned_children: dict[BlockEntry, int] = {}
+    passed_over: set[BlockEntry] = set()
+    for block in state.policies[tier].candidates():
+        entry = state.directory.find(block)
+        while entry is not None:
+            children = entry.children.get(tier, 0) - planned_children.get(entry, 0)
+            if not entry.is_ready(tier) or entry.is_kept or children > 0:
+                passed_over.add(entry)
+                break
+            (demoting if must_demote(entry) else leaving).append(entry)
+            parent = _counting_parent(state, entry, tier)
+            if parent is not None:
+                planned_children[parent] = planned_children.get(parent, 0) + 1
+            # A parent that came before its child in the order gets its turn as soon as the child is named.
+            entry = parent if parent in passed_over else None
+        if len(leaving) + len(demoting) >= wanted_blocks:
+            break
+    return Departures(tuple(leaving), tuple(demoting))
+
+
+def _counting_parent(state: State, entry: BlockEntry, tier: str) -> BlockEntry | None:
+    if entry.parent is None or not entry.copies[tier].is_counted:
+        return None
+    return state.directory.find(entry.block._replace(key=entry.parent))
+
+
+class Space:
+    """Makes room in the tiers of one manager.
+
+    ``demote`` asks the mover to write entries below and to take them out of the top tier afterwards.
+    """
+
+    def __init__(self, state: State, demote: Callable[[Sequence[BlockEntry]], None]) -> None:
+        self._state = state
+        self._demote = demote
+
+    async def make_room_on_top(self, length_bytes: int, count: int, *, deadline_s: float) -> bool:
+        """Evict until ``count`` slots are free in the top tier; False if they are not by the deadline."""
+        state = self._state
+        while not state.top.has_room(length_bytes, count):
+            num_left, demoting = self._leave_top(max(count, _PLAN_BLOCKS))
+            if num_left:
+                continue
+            if not demoting or not await self._wait_freed(demoting, deadline_s):
+                return False
+        return True
+
+    async def age(self) -> None:
+        """Bring the top tier from above its high-water mark down to its low-water mark, as far as it goes."""
+        state = self._state
+        low = state.settings.low_water_ratio * state.top.capacity_bytes
+        while state.top.used_bytes > low:
+            num_left, demoting = self._leave_top(_PLAN_BLOCKS)
+            if num_left:
+                await asyncio.sleep(0)
+                continue
+            deadline_s = state.clock() + state.settings.write_timeout_s
+            if not demoting or not await self._wait_freed(demoting, deadline_s):
+                return
+
+    @property
+    def is_above_high_water(self) -> bool:
+        """Whether the top tier is fuller than its high-water mark."""
+        top = self._state.top
+        return top.used_bytes > self._state.settings.high_water_ratio * top.capacity_bytes
+
+    async def make_room_below(self, tier: Tier, length_bytes: int, count: int) -> bool:
+        """Drop copies from a lower tier until ``count`` more fit; False if they cannot."""
+        state = self._state
+        while not tier.has_room(length_bytes, count):
+            if tier.name not in state.policies:
+                return False
+            plan = plan_departures(
+                state, tier.name, wanted_blocks=max(count, _PLAN_BLOCKS), must_demote=lambda _: False
+            )
+            if plan.is_empty:
+                return False
+            await self._drop_below(tier, plan.leaving)
+        return True
+
+    async def drop_copies(self, tier: Tier, entries: Sequence[BlockEntry], reason: MissReason | None) -> None:
+        """Forget READY copies in a lower tier: DROPPING while the tier works on it."""
+        state = self._state
+        dropping = [entry for entry in entries if entry.is_ready(tier.name)]
+        for entry in dropping:
+            state.directory.set_state(entry, tier.name, CopyState.DROPPING)
+            entry.holds += 1
+        try:
+            await tier.drop([entry.block for entry in dropping])
+        finally:
+            for entry in dropping:
+                state.forget_copy(entry, tier.name, reason)
+                state.let_go(entry)
+
+    async def _drop_below(self, tier: Tier, entries: Sequence[BlockEntry]) -> None:
+        await self.drop_copies(tier, entries, MissReason.EVICTED)
+        self._state.counters.evictions[f"{tier.name}/space"] += len(entries)
+
+    def _leave_top(self, wanted_blocks: int) -> tuple[int, tuple[BlockEntry, ...]]:
+        """Take blocks out of the top tier; returns how many went, and which must be demoted first."""
+        state = self._state
+        plan = plan_departures(
+            state, state.top.name, wanted_blocks=wanted_blocks, must_demote=self._must_demote
+        )
+        num_left = 0
+        for entry in plan.leaving:
+            # A child that must be demoted first keeps its parent for a later round.
+            if entry.may_leave(state.top.name):
+                state.forget_copy(entry, state.top.name, MissReason.EVICTED)
+                num_left += 1
+        state.counters.evictions[f"{state.top.name}/space"] += num_left
+        return num_left, plan.demoting
+
+    def _must_demote(self, entry: BlockEntry) -> bool:
+        state = self._state
+        if state.has_lower_copy(entry):
+            return False
+        return any(tier.health().is_up for tier in state.lower)
+
+    async def _wait_freed(self, demoting: Sequence[BlockEntry], deadline_s: float) -> bool:
+        """Start demotions and wait until something was freed; False if nothing was by the deadline."""
+        state = self._state
+        state.freed.clear()
+        self._demote(demoting)
+        patience_s = deadline_s - state.clock()
+        if patience_s <= 0:
+            return False
+        try:
+            async with asyncio.timeout(patience_s):
+                await state.freed.wait()
+        except TimeoutError:
+            return False
+        return True

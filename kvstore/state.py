@@ -1,0 +1,116 @@
+"""The state of one BlockManager, shared by its parts, and the settings they work under."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvstore.counters import Counters
+from kvstore.directory import BlockEntry, Copy, CopyState, Directory
+from kvstore.lease import LeaseTable
+from kvstore.policy import EvictionPolicy
+from kvstore.results import MissReason
+from kvstore.tier import SlotTier, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerSettings:
+    """What a manager is told; see ``docs/configuration.md`` for the meaning and the defaults.
+
+    ``lease_s`` may be infinite where the owner lives in the same process. ``load_patience_s`` bounds how
+    long a load goes on for later use after those who asked for it gave up.
+    """
+
+    timeout_s: float = 0.05
+    lease_s: float = 30.0
+    high_water_ratio: float = 0.95
+    low_water_ratio: float = 0.90
+    write_queue_blocks: int = 1024
+    write_batch_blocks: int = 16
+    load_batch_blocks: int = 32
+    write_timeout_s: float = 10.0
+    load_patience_s: float = 1.0
+
+
+@dataclass(slots=True)
+class State:
+    """Directory, leases, policies and counters over one top tier and the tiers below it, fastest first.
+
+    Read and changed on one event loop's thread only, never across an await without looking again.
+    """
+
+    top: SlotTier
+    lower: Sequence[Tier]
+    policies: dict[str, EvictionPolicy]
+    settings: ManagerSettings
+    clock: Callable[[], float]
+    directory: Directory
+    leases: LeaseTable = field(default_factory=LeaseTable)
+    counters: Counters = field(default_factory=Counters)
+    freed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def all_tiers(self) -> list[SlotTier | Tier]:
+        """All tiers, fastest first."""
+        return [self.top, *self.lower]
+
+    def has_lower_copy(self, entry: BlockEntry) -> bool:
+        """Whether any tier below the top is believed to have a READY copy."""
+        return any(entry.is_ready(tier.name) for tier in self.lower)
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[list[BlockEntry]]:
+        """Keep entries from eviction inside the block: append to the list after ``holds += 1``."""
+        held: list[BlockEntry] = []
+        try:
+            yield held
+        finally:
+            for entry in held:
+                self.let_go(entry)
+
+    def hold(self, entry: BlockEntry, held: list[BlockEntry]) -> None:
+        """Hold an entry for the enclosing ``holding`` block."""
+        entry.holds += 1
+        held.append(entry)
+
+    def let_go(self, entry: BlockEntry) -> None:
+        """End one hold."""
+        entry.holds -= 1
+        assert entry.holds >= 0, "a hold was ended twice"
+        self.note_release(entry)
+
+    def note_release(self, entry: BlockEntry) -> None:
+        """Take note that an entry lost a lease or a hold: it may be evictable, or forgotten, now."""
+        if entry.is_kept:
+            return
+        top_copy = entry.copies.get(self.top.name)
+        if top_copy is not None and top_copy.state is CopyState.DROPPING:
+            self.forget_copy(entry, self.top.name, MissReason.CORRUPT)
+        self.directory.prune(entry)
+        self.freed.set()
+
+    def quarantine_top(self, entry: BlockEntry) -> None:
+        """Match a damaged top copy no more; its slot is freed once nobody keeps the block."""
+        self.directory.set_state(entry, self.top.name, CopyState.DROPPING)
+        self.policies[self.top.name].remove(entry.block)
+        self.note_release(entry)
+
+    def publish_top(self, entries: Sequence[BlockEntry]) -> None:
+        """Tell the policy of entries of one chain whose top copies became READY."""
+        for entry in entries:
+            self.directory.forget_gone(entry.block)
+        self.policies[self.top.name].insert([entry.block for entry in entries])
+
+    def mark_ready(self, entry: BlockEntry, tier: str) -> None:
+        """Note that a lower tier has a READY copy."""
+        self.directory.set_copy(entry, tier, Copy(CopyState.READY))
+        if tier in self.policies:
+            self.policies[tier].insert([entry.block])
+
+    def forget_copy(self, entry: BlockEntry, tier: str, reason: MissReason | None) -> None:
+        """Remove a copy from directory and policy, and free its slot if it was in the top tier."""
+        copy = self.directory.remove_copy(entry, tier, reason)
+        if tier in self.policies:
+            self.policies[tier].remove(entry.block)
+        if tier == self.top.name and copy.slot is not None:
+            self.top.free([copy.slot])
+            self.freed.set()
