@@ -61,7 +61,7 @@ class BlockManager:
             directory=Directory(certain),
         )
         self._mover = Mover(self._state)
-        self._space = Space(self._state, self._mover.demote)
+        self._space = Space(self._state, self._mover)
         self._loader = Loader(self._state, self._space, self._mover.write_through)
         self._maintenance: list[asyncio.Task[None]] = []
         self._needs_aging = asyncio.Event()

@@ -74,7 +74,7 @@ class Mover:
         self._state = state
         self._queues: dict[str, WriteQueue] = {}
         self._workers: list[asyncio.Task[None]] = []
-        self._space = Space(state, self.demote)
+        self._space = Space(state, self)
         self._progress = asyncio.Event()
 
     def start(self) -> None:
@@ -121,6 +121,11 @@ class Mover:
         for entry in reversed(entries):
             if tier is not None and tier.name not in entry.copies:
                 self._queues[tier.name].add_first(entry)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether any worker has a batch in hand."""
+        return any(queue.in_flight for queue in self._queues.values())
 
     def queue_lengths(self) -> dict[str, int]:
         """Blocks that wait or are in flight, by tier."""

@@ -8,6 +8,7 @@ leave. Children leave before parents, and nothing that is leased or held leaves 
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvstore.directory import BlockEntry, CopyState
 from kvstore.results import MissReason
@@ -63,15 +64,23 @@ def _counting_parent(state: State, entry: BlockEntry, tier: str) -> BlockEntry |
     return state.directory.find(entry.block._replace(key=entry.parent))
 
 
+class Demoter(Protocol):
+    """What makes room by writing blocks down: the mover."""
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether blocks are on their way down now, so that some may soon be free to leave."""
+
+    def demote(self, entries: Sequence[BlockEntry]) -> None:
+        """Write entries below soon, and take them out of the top tier afterwards."""
+
+
 class Space:
-    """Makes room in the tiers of one manager.
+    """Makes room in the tiers of one manager."""
 
-    ``demote`` asks the mover to write entries below and to take them out of the top tier afterwards.
-    """
-
-    def __init__(self, state: State, demote: Callable[[Sequence[BlockEntry]], None]) -> None:
+    def __init__(self, state: State, demoter: Demoter) -> None:
         self._state = state
-        self._demote = demote
+        self._demoter = demoter
 
     async def make_room_on_top(self, length_bytes: int, count: int, *, deadline_s: float) -> bool:
         """Evict until ``count`` slots are free in the top tier; False if they are not by the deadline."""
@@ -80,7 +89,7 @@ class Space:
             num_left, demoting = self._leave_top(max(count, _PLAN_BLOCKS))
             if num_left:
                 continue
-            if not demoting or not await self._wait_freed(demoting, deadline_s):
+            if not await self._wait_freed(demoting, deadline_s):
                 return False
         return True
 
@@ -94,7 +103,7 @@ class Space:
                 await asyncio.sleep(0)
                 continue
             deadline_s = state.clock() + state.settings.write_timeout_s
-            if not demoting or not await self._wait_freed(demoting, deadline_s):
+            if not await self._wait_freed(demoting, deadline_s):
                 return
 
     @property
@@ -157,10 +166,12 @@ class Space:
         return any(tier.health().is_up for tier in state.lower)
 
     async def _wait_freed(self, demoting: Sequence[BlockEntry], deadline_s: float) -> bool:
-        """Start demotions and wait until something was freed; False if nothing was by the deadline."""
+        """Start demotions and wait until something was freed; False if nothing is, or not in time."""
         state = self._state
+        if not demoting and not self._demoter.is_writing:
+            return False
         state.freed.clear()
-        self._demote(demoting)
+        self._demoter.demote(demoting)
         patience_s = deadline_s - state.clock()
         if patience_s <= 0:
             return False

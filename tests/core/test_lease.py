@@ -1,0 +1,113 @@
+"""Leases and lent slots: each ends exactly once, by release, by its owner's end or by its deadline."""
+
+import math
+
+import pytest
+
+from kvstore.directory import BlockEntry
+from kvstore.keys import BlockKey, NamespaceDigest
+from kvstore.layout import Part
+from kvstore.lease import LeaseTable
+from kvstore.tier import BlockId, Slot
+
+
+def entry(number=1):
+    block = BlockId(NamespaceDigest(b"n" * 32), Part(0, 1, 0, 1), BlockKey(bytes([number]) * 32))
+    return BlockEntry(block, BlockKey(b"p" * 32), 0)
+
+
+@pytest.fixture
+def table():
+    return LeaseTable()
+
+
+def test_a_lease_counts_on_its_entries_until_it_ends(table):
+    one = entry()
+    lease = table.grant(table.new_owner(), [one], deadline_s=10)
+    assert one.leases == 1
+
+    table.end(lease)
+
+    assert one.leases == 0
+    assert table.num_leases == 0
+
+
+def test_a_second_end_changes_nothing(table):
+    one = entry()
+    owner = table.new_owner()
+    lease = table.grant(owner, [one], deadline_s=10)
+    table.grant(owner, [one], deadline_s=10)
+    table.end(lease)
+
+    assert table.end(lease) is None
+    assert one.leases == 1
+
+
+def test_a_lease_of_another_owner_cannot_be_ended(table):
+    one = entry()
+    lease = table.grant(table.new_owner(), [one], deadline_s=10)
+
+    assert table.end(lease, owner=table.new_owner()) is None
+    assert one.leases == 1
+
+
+def test_leases_past_their_deadline_expire(table):
+    one = entry()
+    table.grant(table.new_owner(), [one], deadline_s=10)
+
+    assert table.expire(9.9) == ([], [])
+    assert table.expire(10.0) == ([one], [])
+    assert one.leases == 0
+
+
+def test_an_endless_lease_ends_only_with_its_owner(table):
+    one = entry()
+    owner = table.new_owner()
+    table.grant(owner, [one], deadline_s=math.inf)
+    table.expire(1e12)
+    assert one.leases == 1
+
+    assert table.end_owner(owner) == ([one], [])
+    assert one.leases == 0
+    assert not table.is_live(owner)
+
+
+def test_unnamed_slots_come_back_when_their_owner_ends(table):
+    owner = table.new_owner()
+    table.lend(owner, [Slot(1), Slot(2)], length_bytes=64, deadline_s=10)
+    one = entry()
+    table.publish(owner, Slot(2), one)
+
+    entries, slots = table.end_owner(owner)
+
+    assert (entries, slots) == ([one], [Slot(1)])
+    assert one.leases == 0
+    assert table.lent_slots() == []
+
+
+def test_lent_slots_expire_like_leases(table):
+    owner = table.new_owner()
+    table.lend(owner, [Slot(1)], length_bytes=64, deadline_s=10)
+    table.lend(owner, [Slot(2)], length_bytes=64, deadline_s=20)
+
+    assert table.expire(15) == ([], [Slot(1)])
+    assert table.lent(owner, Slot(1)) is None
+    assert table.lent(owner, Slot(2)) is not None
+
+
+def test_taking_back_a_slot_of_another_owner_does_nothing(table):
+    owner = table.new_owner()
+    table.lend(owner, [Slot(1)], length_bytes=64, deadline_s=10)
+
+    assert table.take_back(table.new_owner(), Slot(1)) is None
+    assert table.lent(owner, Slot(1)) is not None
+
+
+def test_many_short_leases_leave_no_memory_behind(table):
+    one = entry()
+    owner = table.new_owner()
+
+    for _ in range(20_000):
+        table.end(table.grant(owner, [one], deadline_s=1e9))
+
+    assert len(table._deadlines) < 5_000

@@ -1,0 +1,131 @@
+"""Arena: the one piece of shared memory that dram slots lie in, as a sealed and prefaulted memfd."""
+
+import ctypes
+import fcntl
+import os
+import resource
+from pathlib import Path
+
+from kvstore.arena_view import INSTANCE_BYTES, SEALS, ArenaFormat, ArenaView
+from kvstore.errors import ProtocolMismatch, TierUnavailable
+from kvstore.tier import ALIGNMENT_BYTES
+
+_RESERVED_BYTES = 64 << 20
+_MIB = 1 << 20
+
+
+class Arena:
+    """A memfd that holds the slots, mapped writable in the server. ``fd`` is what clients are sent.
+
+    Nothing stays behind when the server dies: the memory goes with its last file descriptor and mapping.
+    """
+
+    def __init__(self, fd: int, view: ArenaView) -> None:
+        self._fd = fd
+        self.view = view
+
+    @classmethod
+    def create(cls, capacity_bytes: int, *, is_locked: bool = False) -> "Arena":
+        """Make an arena with ``capacity_bytes`` of slot space, all of it backed by memory. Blocks.
+
+        Touching memory for the first time costs about 0.5 s per GiB; it is paid here. ``is_locked`` keeps
+        the arena out of swap.
+
+        Raises:
+            TierUnavailable: the memory cannot be had: message with the amount, the limit and the remedy.
+        """
+        capacity_bytes = capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        arena_format = ArenaFormat(capacity_bytes, os.urandom(INSTANCE_BYTES))
+        _check_limits(arena_format.total_bytes, is_locked=is_locked)
+        fd = os.memfd_create("kvstore-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, arena_format.total_bytes)
+            os.pwrite(fd, arena_format.pack(), 0)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+            view = ArenaView.map(fd, is_writable=True, is_prefaulted=True)
+            if is_locked:
+                _lock(view)
+        except (OSError, ProtocolMismatch) as error:
+            os.close(fd)
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise TierUnavailable(
+                f"dram: {arena_format.total_bytes // _MIB} MiB cannot be had: {reason}: lower the capacity"
+            ) from error
+        return cls(fd, view)
+
+    @property
+    def fd(self) -> int:
+        """File descriptor of the arena, readable and writable; owned by the arena."""
+        return self._fd
+
+    @property
+    def instance(self) -> bytes:
+        """Random id of this arena (16 bytes)."""
+        return self.view.instance
+
+    def open_read_only(self) -> int:
+        """Return a new descriptor of the arena that cannot be mapped for writing; the caller closes it."""
+        return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Let go of the memory. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self.view.close()
+
+
+def _check_limits(total_bytes: int, *, is_locked: bool) -> None:
+    """Refuse before the first page is touched, since the kernel's way of refusing later is to kill."""
+    for limit_bytes, what, remedy in (
+        (_available_bytes(), "memory is available", "lower the capacity or free memory"),
+        (
+            _cgroup_room_bytes(),
+            "is left of the control group's limit",
+            "lower the capacity or raise memory.max",
+        ),
+        (_limit(resource.RLIMIT_FSIZE), "is the file size limit", "raise it (ulimit -f)"),
+        (_limit(resource.RLIMIT_AS), "is the address space limit", "raise it (ulimit -v)"),
+        (_limit(resource.RLIMIT_MEMLOCK) if is_locked else None, "may be locked", "raise it (ulimit -l)"),
+    ):
+        if limit_bytes is not None and total_bytes > limit_bytes:
+            raise TierUnavailable(
+                f"dram: an arena of {total_bytes // _MIB} MiB is wanted, "
+                f"{max(0, limit_bytes) // _MIB} MiB {what}: {remedy}"
+            )
+
+
+def _available_bytes() -> int | None:
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return None
+    for line in text.splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024 - _RESERVED_BYTES
+    return None
+
+
+def _cgroup_room_bytes() -> int | None:
+    """Room under the memory limit of the own control group (version 2), None without a limit."""
+    try:
+        name = Path("/proc/self/cgroup").read_text().splitlines()[-1].split(":", 2)[2].lstrip("/")
+        folder = Path("/sys/fs/cgroup") / name
+        limit = (folder / "memory.max").read_text().strip()
+        current = int((folder / "memory.current").read_text())
+    except (OSError, IndexError, ValueError):
+        return None
+    return None if limit == "max" else int(limit) - current
+
+
+def _limit(which: int) -> int | None:
+    soft, _ = resource.getrlimit(which)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _lock(view: ArenaView) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, length = ctypes.c_void_p(view.address), ctypes.c_size_t(view.format.total_bytes)
+    if libc.mlock(address, length):
+        number = ctypes.get_errno()
+        raise OSError(number, f"mlock: {os.strerror(number)}")

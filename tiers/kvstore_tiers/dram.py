@@ -1,0 +1,146 @@
+"""DramTier: slots in one shared arena, used in position by clients and by the other tiers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from kvstore.errors import TierFull
+from kvstore.tier import Medium, Slot
+from kvstore_tiers.arena import Arena
+from kvstore_tiers.slots import SlotAllocator, padded
+
+
+class DramTier:
+    """A SlotTier in host memory. ``writing`` and ``reading`` lend the slots themselves, without a copy.
+
+    Staging. ``staging_bytes`` of the capacity are out of reach for ``allocate`` and ``has_room``. A load
+    from a slower tier may use them through ``allocate_staging`` when everything else is leased; the slot is
+    then like any other (same ``free``), and the reserve is whole again as soon as that many bytes are free.
+
+    Owner: one event loop's thread. The memoryviews may be used from any thread.
+    """
+
+    def __init__(
+        self, *, capacity_bytes: int, staging_bytes: int = 0, is_locked: bool = False, name: str = "dram"
+    ) -> None:
+        assert 0 <= staging_bytes < capacity_bytes, f"{name}: staging of {staging_bytes} bytes"
+        self._name = name
+        self._is_locked = is_locked
+        self._staging_bytes = staging_bytes
+        self._slots = SlotAllocator(capacity_bytes, name=name)
+        self._arena: Arena | None = None
+
+    @property
+    def name(self) -> str:
+        """The tier's name in configuration, metrics and messages."""
+        return self._name
+
+    @property
+    def medium(self) -> Medium:
+        """Host memory."""
+        return Medium.DRAM
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of all slots, the staging reserve included."""
+        return self._slots.capacity_bytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes that only ``allocate_staging`` may use."""
+        return self._staging_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of allocated slots, padding included."""
+        return self._slots.used_bytes
+
+    @property
+    def arena(self) -> Arena:
+        """The memory; its ``fd`` is what clients are sent. Only between ``open`` and ``close``."""
+        assert self._arena is not None, f"{self._name}: not open"
+        return self._arena
+
+    async def open(self) -> None:
+        """Get the memory.
+
+        Raises:
+            TierUnavailable: it cannot be had: message with the amount, the limit and the remedy.
+        """
+        if self._arena is None:
+            self._arena = await asyncio.to_thread(
+                Arena.create, self._slots.capacity_bytes, is_locked=self._is_locked
+            )
+
+    async def close(self) -> None:
+        """Give the memory back; views that are still held stay valid until dropped. Idempotent."""
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()
+
+    def has_room(self, length_bytes: int, count: int = 1) -> bool:
+        """Return whether ``allocate`` would succeed."""
+        wanted = padded(length_bytes) * count
+        is_within = self._slots.used_bytes + wanted <= self._slots.capacity_bytes - self._staging_bytes
+        return is_within and self._slots.has_room(length_bytes, count)
+
+    def allocate(self, length_bytes: int, count: int = 1) -> list[Slot]:
+        """Take ``count`` slots outside the staging reserve.
+
+        Raises:
+            TierFull: fewer than ``count`` can be had; none is taken.
+        """
+        if not self.has_room(length_bytes, count):
+            raise TierFull(
+                f"{self._name}: no room for {count} slots of {padded(length_bytes)} bytes: {self.used_bytes} "
+                f"of {self.capacity_bytes} bytes are in use, {self._staging_bytes} are kept for staging"
+            )
+        return self.allocate_staging(length_bytes, count)
+
+    def allocate_staging(self, length_bytes: int, count: int = 1) -> list[Slot]:
+        """Take ``count`` slots, from the staging reserve if need be.
+
+        Raises:
+            TierFull: fewer than ``count`` can be had; none is taken.
+        """
+        view = self.arena.view
+        start = view.format.slots_offset
+        slots = [Slot(start + offset) for offset in self._slots.allocate(length_bytes, count)]
+        for slot in slots:
+            view.advance_generation(slot)
+        return slots
+
+    def free(self, slots: Sequence[Slot]) -> None:
+        """Give slots back. A slot that is not allocated is our own mistake (AssertionError)."""
+        view = self.arena.view
+        start = view.format.slots_offset
+        for slot in slots:
+            self._slots.free([slot - start])
+            view.advance_generation(slot)
+
+    def generation(self, slot: Slot) -> int:
+        """Return the slot's generation."""
+        return self.arena.view.generation(slot)
+
+    def check(self) -> list[str]:
+        """Return one line per violated invariant of the slot bookkeeping."""
+        return self._slots.check()
+
+    @asynccontextmanager
+    async def writing(self, slots: Sequence[Slot], length_bytes: int) -> AsyncIterator[list[memoryview]]:
+        """Lend the slots for writing; each buffer has the whole slot's size, a multiple of 4096."""
+        yield self._lend(slots, length_bytes)
+
+    @asynccontextmanager
+    async def reading(self, slots: Sequence[Slot], length_bytes: int) -> AsyncIterator[list[memoryview]]:
+        """Lend the slots read-only; each buffer has the whole slot's size, a multiple of 4096."""
+        yield [view.toreadonly() for view in self._lend(slots, length_bytes)]
+
+    def _lend(self, slots: Sequence[Slot], length_bytes: int) -> list[memoryview]:
+        view = self.arena.view
+        start = view.format.slots_offset
+        size = padded(length_bytes)
+        for slot in slots:
+            held = self._slots.slot_bytes(slot - start)
+            assert size <= held, f"{self._name}: slot at {slot} has {held} bytes, {length_bytes} asked for"
+        return [view.slot(slot, size) for slot in slots]

@@ -1,0 +1,143 @@
+"""Slab: one preallocated file that holds the payloads of the ssd tier, in slots at multiples of 4096.
+
+With O_DIRECT the device reads and writes the caller's buffer itself; a buffer that is not aligned or not
+padded to 4096 bytes goes through an aligned one of the thread. Where the file system refuses O_DIRECT the
+page cache is used. Every method but ``open`` may be called from any thread.
+"""
+
+import errno
+import logging
+import mmap
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.checksum import as_bytes_array
+from kvstore.errors import CorruptBlock
+from kvstore.tier import ALIGNMENT_BYTES
+from kvstore_tiers.slots import padded
+
+_log = logging.getLogger(__name__)
+
+
+class Slab:
+    """An open slab file."""
+
+    def __init__(self, fd: int, *, is_direct: bool) -> None:
+        self._fd = fd
+        self._is_direct = is_direct
+        self._bounce = threading.local()
+
+    @classmethod
+    def open(cls, path: Path, size_bytes: int) -> tuple["Slab", int]:
+        """Open or create the file and reserve its space on disk; returns it and the size it had before.
+
+        A file that is larger is kept as it is; ``shrink`` cuts it.
+
+        Raises:
+            OSError: it cannot be opened or the space cannot be had (a file that grew is cut back).
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        is_direct = True
+        try:
+            fd = os.open(path, flags | os.O_DIRECT, 0o600)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            fd = os.open(path, flags, 0o600)
+            is_direct = False
+            _log.warning("ssd: %s: the file system has no O_DIRECT, the page cache is used", path)
+        had_bytes = os.fstat(fd).st_size
+        try:
+            os.posix_fallocate(fd, 0, size_bytes)
+        except OSError:
+            os.ftruncate(fd, had_bytes)
+            os.close(fd)
+            if not had_bytes:
+                path.unlink()
+            raise
+        return cls(fd, is_direct=is_direct), had_bytes
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether O_DIRECT is in use."""
+        return self._is_direct
+
+    def is_linked(self) -> bool:
+        """Return whether the file still has a name; False once its folder was deleted."""
+        return os.fstat(self._fd).st_nlink > 0
+
+    def shrink(self, size_bytes: int) -> None:
+        """Cut the file to this size."""
+        os.ftruncate(self._fd, size_bytes)
+
+    def write(self, offset: int, buffer: memoryview, length_bytes: int) -> None:
+        """Write ``buffer[:length_bytes]`` at ``offset``; whole multiples of 4096 bytes are written.
+
+        Raises:
+            OSError: the device or file system failed.
+        """
+        source = self._source(buffer, length_bytes)
+        done = 0
+        while done < len(source):
+            done += os.pwritev(self._fd, [source[done:]], offset + done)
+
+    def read(self, offset: int, buffer: memoryview, length_bytes: int) -> None:
+        """Read ``length_bytes`` at ``offset`` into ``buffer``; up to its next multiple of 4096 may be used.
+
+        Raises:
+            OSError: the device or file system failed.
+            CorruptBlock: the file ends before that.
+        """
+        size = padded(length_bytes) if self._is_direct else length_bytes
+        is_fit = not self._is_direct or _is_fit(buffer, size)
+        target = buffer[:size] if is_fit else self._bounce_of(size)
+        done = 0
+        while done < length_bytes:
+            count = os.preadv(self._fd, [target[done:]], offset + done)
+            if not count:
+                raise CorruptBlock(f"slab: ends before offset {offset + length_bytes}")
+            done += count
+        if not is_fit:
+            np.copyto(as_bytes_array(buffer)[:length_bytes], as_bytes_array(target)[:length_bytes])
+
+    def sync(self) -> None:
+        """Make everything written so far survive a power loss.
+
+        Raises:
+            OSError: the device failed; what was written since the last success is in doubt.
+        """
+        os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def _source(self, buffer: memoryview, length_bytes: int) -> memoryview:
+        if not self._is_direct:
+            return buffer[:length_bytes]
+        size = padded(length_bytes)
+        if _is_fit(buffer, size):
+            return buffer[:size]
+        bounce = self._bounce_of(size)
+        target = as_bytes_array(bounce)
+        np.copyto(target[:length_bytes], as_bytes_array(buffer)[:length_bytes])
+        target[length_bytes:] = 0
+        return bounce
+
+    def _bounce_of(self, size_bytes: int) -> memoryview:
+        held: memoryview | None = getattr(self._bounce, "view", None)
+        if held is None or len(held) < size_bytes:
+            held = memoryview(mmap.mmap(-1, size_bytes))
+            self._bounce.view = held
+        return held[:size_bytes]
+
+
+def _is_fit(buffer: memoryview, size_bytes: int) -> bool:
+    """Whether O_DIRECT can use the first ``size_bytes`` of the buffer."""
+    if buffer.nbytes < size_bytes:
+        return False
+    address: int = as_bytes_array(buffer).__array_interface__["data"][0]
+    return address % ALIGNMENT_BYTES == 0

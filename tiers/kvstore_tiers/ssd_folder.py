@@ -1,0 +1,152 @@
+"""SsdFolder: the folder of one ssd tier: made, locked against a second process, marked while in use.
+
+lock    locked (flock) for as long as the tier is open; holds the owner's process id
+dirty   there from open to close; found at open, it tells of an unclean end
+slab    payloads            index/   LMDB environment
+index.damaged/              the last index that had to be set aside
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from kvstore.errors import TierUnavailable
+
+_log = logging.getLogger(__name__)
+
+_REMEDIES = {
+    errno.EACCES: "run as its owner, or name another folder",
+    errno.EPERM: "run as its owner, or name another folder",
+    errno.EROFS: "remount it writable, or name another folder",
+    errno.ENOSPC: "free space on that disk, or lower the capacity",
+    errno.EDQUOT: "raise the quota, or lower the capacity",
+    errno.EFBIG: "raise the file size limit (ulimit -f), or lower the capacity",
+    errno.ELOOP: "symbolic links are not followed: remove the link",
+    errno.ENOTDIR: "name a folder",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+}
+
+
+def unavailable(name: str, folder: Path, doing: str, error: OSError) -> TierUnavailable:
+    """Return the error for people: what was tried, where, what the system said, and the remedy."""
+    remedy = _REMEDIES.get(error.errno or 0, "check the disk")
+    return TierUnavailable(f"{name}: folder {folder}: {doing}: {error.strerror or error}: {remedy}")
+
+
+class SsdFolder:
+    """The files of one ssd tier. ``acquire`` and ``release`` frame its use."""
+
+    def __init__(self, path: Path, *, name: str) -> None:
+        self.path = path
+        self._name = name
+        self._lock_fd = -1
+
+    @property
+    def slab_path(self) -> Path:
+        """The file of payloads."""
+        return self.path / "slab"
+
+    @property
+    def index_path(self) -> Path:
+        """The folder of the LMDB environment."""
+        return self.path / "index"
+
+    @property
+    def _dirty_path(self) -> Path:
+        return self.path / "dirty"
+
+    def acquire(self) -> None:
+        """Make the folder if need be, check who may write to it, and lock it.
+
+        Raises:
+            TierUnavailable: it cannot be used, or another process uses it (the message names both).
+        """
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._check_owner()
+            self._lock()
+        except OSError as error:
+            raise unavailable(self._name, self.path, "cannot be used", error) from error
+
+    def is_dirty(self) -> bool:
+        """Return whether the last use did not end with ``release``."""
+        return os.path.lexists(self._dirty_path)
+
+    def mark_dirty(self) -> None:
+        """Note on disk that the tier is in use. Raises OSError."""
+        fd = os.open(self._dirty_path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        os.close(fd)
+        self._sync()
+
+    def mark_clean(self) -> None:
+        """Note on disk that everything was written. Raises OSError."""
+        self._dirty_path.unlink(missing_ok=True)
+        self._sync()
+
+    def set_index_aside(self, reason: str) -> None:
+        """Move the index out of the way, so that the tier starts empty. Raises OSError."""
+        aside = self.path / "index.damaged"
+        _log.warning(
+            "%s: folder %s: starting empty, the index is set aside: %s", self._name, self.path, reason
+        )
+        if aside.is_dir():
+            shutil.rmtree(aside)
+        if os.path.lexists(self.index_path):
+            self.index_path.rename(aside)
+
+    def is_present(self) -> bool:
+        """Return whether the folder is still there and still locked by this object."""
+        try:
+            held, named = os.fstat(self._lock_fd), (self.path / "lock").lstat()
+        except OSError:
+            return False
+        return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
+
+    def release(self) -> None:
+        """Unlock. Idempotent."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _check_owner(self) -> None:
+        status = self.path.stat()
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise TierUnavailable(
+                f"{self._name}: folder {self.path}: mode {status.st_mode & 0o777:o}, others may write to it: "
+                "chmod 700 it, or name a folder below it that does not exist yet"
+            )
+        if os.geteuid() not in {0, status.st_uid}:
+            raise TierUnavailable(
+                f"{self._name}: folder {self.path}: belongs to user {status.st_uid}, this process runs as "
+                f"{os.geteuid()}: run as its owner, or name another folder"
+            )
+
+    def _lock(self) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(self.path / "lock", flags, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        except BlockingIOError as error:
+            owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(fd)
+            raise TierUnavailable(
+                f"{self._name}: folder {self.path}: in use by process {owner}: "
+                "stop it, or name another folder"
+            ) from error
+        except OSError:
+            os.close(fd)
+            raise
+        self._lock_fd = fd
+
+    def _sync(self) -> None:
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
