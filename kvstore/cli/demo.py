@@ -23,8 +23,8 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "demo",
         help="run two nodes with a real model and check every tier",
         description="Start a Redis-protocol server, two stores and their inference replicas on this machine,"
-        " ask questions about a long text, and check for every tier that the text was reused, that the answer is"
-        " that of a replica without a store, and how much sooner it came. Ends all it started."
+        " ask questions about a long text, and check for every tier that the text was reused, that the"
+        " answer is that of a replica without a store, and how much sooner it came. Ends all it started."
         " Exit status: 0 every expectation held, 1 one did not or a part failed, 2 usage.",
     )
     parser.add_argument("--json", action="store_true", help="end with one JSON object on stdout")

@@ -52,12 +52,17 @@ async def test_a_child_that_ignores_sigterm_is_killed(
 
 
 async def test_children_are_ended_when_the_demo_fails(tmp_path: Path) -> None:
-    with pytest.raises(DemoFailed):
+    started: list[int] = []
+
+    async def failing_demo() -> None:
         async with Processes(tmp_path) as processes:
             child = await processes.start("one", _python(READY + "time.sleep(60)"))
-            await processes.ready_event(child, timeout_s=30)
+            started.append(child.process.pid)
             raise DemoFailed("x")
-    assert not _is_alive(child.process.pid)
+
+    with pytest.raises(DemoFailed):
+        await failing_demo()
+    assert not _is_alive(started[0])
 
 
 async def test_a_child_that_ends_early_is_quoted(tmp_path: Path) -> None:
