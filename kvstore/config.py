@@ -94,7 +94,9 @@ class StoreConfig:
         ),
     )
     write_batch_blocks: int = _key(16, Rule("Blocks written to a slower tier at once.", Kind.COUNT, 1, 1024))
-    policy: str = _key("lru", Rule("Order in which blocks are evicted.", Kind.CHOICE, choices=("lru",)))
+    policy: str = _key(
+        "lru", Rule("Order in which blocks are evicted.", Kind.CHOICE, choices=("fifo", "lru"))
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +111,6 @@ class DramConfig:
     staging_bytes: int = _key(
         64 * _MIB,
         Rule("Memory for blocks on their way between tiers, besides capacity_bytes.", Kind.SIZE, 0, _TIB),
-    )
-    prefault: bool = _key(
-        True, Rule("Touch all memory at the start, so that no request pays for it.", Kind.FLAG)
     )
     lock_memory: bool = _key(
         False,
@@ -130,9 +129,6 @@ class SsdConfig:
     )
     capacity_bytes: int = _required(
         Rule("Disk space for blocks, preallocated at the start.", Kind.SIZE, _MIB, 1024 * _TIB), int
-    )
-    direct_io: bool = _key(
-        True, Rule("Bypass the page cache (O_DIRECT) where the file system can.", Kind.FLAG)
     )
     io_threads: int = _key(4, Rule("Threads that read and write.", Kind.COUNT, 1, 64))
 

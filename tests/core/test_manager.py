@@ -1,0 +1,620 @@
+"""BlockManager over a real arena and gated lower tiers; check() runs after every test."""
+
+import asyncio
+import contextlib
+
+import numpy as np
+import pytest
+
+from kvstore.checksum import checksum
+from kvstore.errors import InvalidRequest, TierFull
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout, Part
+from kvstore.manager import BlockManager
+from kvstore.results import MissReason
+from kvstore.state import ManagerSettings
+from kvstore.tier import ReadStatus, WriteStatus
+from kvstore_tiers.dram import DramTier
+from tests.core.gated_tier import GatedTier
+
+BLOCK_BYTES = 8192
+SPACE = Namespace(model="m", layout=KVLayout.opaque(block_bytes=BLOCK_BYTES, block_tokens=4))
+OTHER = Namespace(model="m", layout=SPACE.layout, tenant_salt=b"other")
+
+
+def payload(key):
+    return np.frombuffer(key * (BLOCK_BYTES // len(key)), dtype=np.uint8)
+
+
+class Harness:
+    """A manager with its tiers and a few verbs that copy payloads as a client would."""
+
+    def __init__(self, manager, dram, lower):
+        self.manager = manager
+        self.dram = dram
+        self.lower = lower
+        self.owner = manager.new_owner()
+
+    async def put(self, chain, *, timeout_s=1.0):
+        reserved = await self.manager.reserve(chain, owner=self.owner, timeout_s=timeout_s)
+        for slot in reserved:
+            async with self.dram.writing([slot.slot], BLOCK_BYTES) as (buffer,):
+                np.asarray(buffer)[:BLOCK_BYTES] = payload(chain.keys[slot.index])
+        stored = 0
+        for slot in reserved:
+            key = chain.keys[slot.index]
+            block = chain[slot.index : slot.index + 1]
+            sums = [checksum(payload(key))]
+            stored += self.manager.commit(block, [slot.slot], owner=self.owner, checksums=sums)[0]
+            self.manager.return_slots([slot.slot], owner=self.owner)
+        return stored
+
+    async def fetch(self, chain, *, timeout_s=1.0):
+        """Fetch, compare every payload, release; returns (origins, reason)."""
+        fetched = await self.manager.fetch(chain, owner=self.owner, timeout_s=timeout_s)
+        for key, block in zip(chain.keys, fetched.blocks, strict=False):
+            async with self.dram.reading([block.slot], BLOCK_BYTES) as (buffer,):
+                assert np.array_equal(np.asarray(buffer)[:BLOCK_BYTES], payload(key))
+            assert block.checksum == checksum(payload(key))
+        if fetched.lease is not None:
+            self.manager.release(fetched.lease, owner=self.owner)
+        return [block.origin for block in fetched.blocks], fetched.reason
+
+
+@contextlib.asynccontextmanager
+async def running(*lower, blocks=16, **settings):
+    # Pages of one extent: a small arena takes one slot size only.
+    dram = DramTier(capacity_bytes=blocks * BLOCK_BYTES)
+    manager = BlockManager(dram, lower, settings=ManagerSettings(timeout_s=1.0, **settings))
+    await manager.open()
+    manager.open_namespace(SPACE.digest, SPACE.layout)
+    try:
+        yield Harness(manager, dram, lower)
+        for tier in lower:
+            tier.gate.set()
+        await manager.flush(timeout_s=5)
+        assert await manager.check() == []
+    finally:
+        for tier in lower:
+            tier.gate.set()
+        await manager.close()
+
+
+async def test_what_was_put_is_fetched_from_dram():
+    async with running() as store:
+        chain = SPACE.chain(range(20))
+
+        assert await store.put(chain) == 5
+
+        assert await store.fetch(chain) == (["dram"] * 5, None)
+
+
+async def test_a_match_names_the_leading_blocks_and_why_the_next_is_missing():
+    async with running() as store:
+        chain = SPACE.chain(range(20))
+        await store.put(chain[:3])
+
+        match = await store.manager.match(chain)
+
+        assert (match.blocks, match.tiers) == (3, ("dram",) * 3)
+        assert match.reason is MissReason.NEVER_SEEN
+
+
+async def test_a_block_of_another_namespace_is_never_matched():
+    async with running() as store:
+        store.manager.open_namespace(OTHER.digest, OTHER.layout)
+        await store.put(SPACE.chain(range(20)))
+
+        assert (await store.manager.match(OTHER.chain(range(20)))).blocks == 0
+
+
+async def test_a_planted_key_of_another_namespace_is_not_served():
+    async with running() as store:
+        store.manager.open_namespace(OTHER.digest, OTHER.layout)
+        chain = SPACE.chain(range(4))
+        await store.put(chain)
+
+        stolen = type(chain)(OTHER.digest, chain.keys, 4)
+
+        assert (await store.manager.match(stolen)).blocks == 0
+
+
+async def test_a_namespace_that_was_not_opened_is_refused():
+    async with running() as store:
+        with pytest.raises(InvalidRequest, match="open_namespace"):
+            await store.manager.match(OTHER.chain(range(4)))
+
+
+async def test_a_namespace_opened_with_another_layout_is_refused():
+    async with running() as store:
+        with pytest.raises(InvalidRequest, match="layout"):
+            store.manager.open_namespace(SPACE.digest, KVLayout.opaque(block_bytes=4096, block_tokens=4))
+
+
+async def test_parts_of_a_block_are_stored_apart():
+    layout = KVLayout("float16", num_layers=2, block_tokens=4, num_kv_heads=2, head_dim=256)
+    space = Namespace(model="tp", layout=layout)
+    left, right = Part(0, 2, 0, 1), Part(0, 2, 1, 2)
+    async with running() as store:
+        store.manager.open_namespace(space.digest, layout)
+        chain = space.chain(range(4))
+        (slot,) = await store.manager.reserve(chain, owner=store.owner, part=left)
+        store.manager.commit(chain, [slot.slot], owner=store.owner, part=left)
+        store.manager.return_slots([slot.slot], owner=store.owner)
+
+        assert (await store.manager.match(chain, part=left)).blocks == 1
+        assert (await store.manager.match(chain, part=right)).blocks == 0
+        assert (await store.manager.match(chain)).blocks == 0
+
+
+async def test_a_second_put_of_stored_blocks_is_a_no_op():
+    async with running() as store:
+        chain = SPACE.chain(range(20))
+        await store.put(chain)
+
+        assert await store.put(chain) == 0
+
+        assert store.manager.stats()["puts_blocks"]["present"] == 5
+
+
+async def test_two_writers_of_one_block_leave_one_copy():
+    async with running() as store:
+        chain = SPACE.chain(range(4))
+        second = store.manager.new_owner()
+        (one,) = await store.manager.reserve(chain, owner=store.owner)
+        (two,) = await store.manager.reserve(chain, owner=second)
+
+        assert store.manager.commit(chain, [one.slot], owner=store.owner, checksums=[1]) == [True]
+        assert store.manager.commit(chain, [two.slot], owner=second, checksums=[1]) == [False]
+
+        store.manager.release_owner(second)
+        store.manager.release_owner(store.owner)
+        assert store.dram.used_bytes == BLOCK_BYTES
+        await store.manager.drop(chain)
+
+
+async def test_nothing_that_is_being_written_is_matched():
+    async with running() as store:
+        chain = SPACE.chain(range(4))
+        await store.manager.reserve(chain, owner=store.owner)
+
+        assert (await store.manager.match(chain)).blocks == 0
+
+        store.manager.release_owner(store.owner)
+
+
+async def test_slots_of_a_dead_writer_come_back():
+    async with running() as store:
+        await store.manager.reserve(SPACE.chain(range(20)), owner=store.owner)
+
+        store.manager.release_owner(store.owner)
+
+        assert store.dram.used_bytes == 0
+
+
+async def test_a_commit_after_the_owner_lost_the_slot_stores_nothing():
+    async with running() as store:
+        chain = SPACE.chain(range(4))
+        (slot,) = await store.manager.reserve(chain, owner=store.owner)
+        store.manager.return_slots([slot.slot], owner=store.owner)
+
+        assert store.manager.commit(chain, [slot.slot], owner=store.owner, checksums=[1]) == [False]
+        assert (await store.manager.match(chain)).blocks == 0
+
+
+async def test_a_slot_too_small_for_the_block_is_refused():
+    async with running() as store:
+        (slot,) = await store.manager.reserve_unnamed(1, 4096, owner=store.owner)
+
+        with pytest.raises(InvalidRequest, match="4096"):
+            store.manager.commit(SPACE.chain(range(4)), [slot], owner=store.owner)
+
+        store.manager.release_owner(store.owner)
+
+
+async def test_the_least_recently_used_chain_leaves_a_full_store_tail_first():
+    async with running(blocks=4) as store:
+        old, new = SPACE.chain(range(16)), SPACE.chain(range(100, 108))
+        await store.put(old)
+
+        await store.put(new)
+
+        assert (await store.manager.match(new)).blocks == 2
+        match = await store.manager.match(old)
+        assert match.blocks <= 2
+        assert match.reason is MissReason.EVICTED
+
+
+async def test_a_leased_block_is_never_evicted():
+    async with running(blocks=4) as store:
+        chain = SPACE.chain(range(16))
+        await store.put(chain)
+        fetched = await store.manager.fetch(chain, owner=store.owner)
+
+        assert await store.put(SPACE.chain(range(50, 58)), timeout_s=0.02) == 0
+
+        assert (await store.manager.match(chain)).blocks == 4
+        assert store.manager.stats()["puts_blocks"]["dropped"] == 2
+        store.manager.release(fetched.lease)
+
+
+async def test_an_expired_lease_protects_no_more():
+    async with running(blocks=4, lease_s=0.0) as store:
+        chain = SPACE.chain(range(16))
+        await store.put(chain)
+        await store.manager.fetch(chain, owner=store.owner)
+
+        store.manager.expire()
+
+        assert await store.put(SPACE.chain(range(50, 58))) == 2
+
+
+async def test_a_second_release_is_ignored_and_counted():
+    async with running() as store:
+        chain = SPACE.chain(range(4))
+        await store.put(chain)
+        fetched = await store.manager.fetch(chain, owner=store.owner)
+        store.manager.release(fetched.lease)
+
+        store.manager.release(fetched.lease)
+
+        assert store.manager.stats()["leases"]["stale_releases"] == 1
+
+
+async def test_unnamed_slots_beyond_the_room_are_refused_with_the_numbers():
+    async with running(blocks=4) as store:
+        with pytest.raises(TierFull, match="dram: no 5 slots of 8192 bytes free"):
+            await store.manager.reserve_unnamed(5, BLOCK_BYTES, owner=store.owner, timeout_s=0.01)
+
+
+async def test_a_put_is_written_through_to_every_tier_below():
+    ssd, remote = GatedTier("ssd"), GatedTier("remote", is_shared=True)
+    async with running(ssd, remote) as store:
+        chain = SPACE.chain(range(20))
+        await store.put(chain)
+
+        assert await store.manager.flush(timeout_s=5)
+
+        assert len(ssd.stored) == len(remote.stored) == 5
+        headers = [header for header, _ in ssd.stored.values()]
+        assert [header.depth for header in headers] == [0, 1, 2, 3, 4]
+        assert headers[0].parent == SPACE.digest
+        assert headers[1].parent == chain.keys[0]
+
+
+async def test_blocks_found_below_are_promoted_and_named_by_origin():
+    ssd, remote = GatedTier("ssd"), GatedTier("remote", is_shared=True)
+    chain = SPACE.chain(range(20))
+    async with running(ssd, remote) as store:
+        await store.put(chain)
+        await store.manager.flush(timeout_s=5)
+    for block in list(ssd.stored)[3:]:
+        del ssd.stored[block]
+
+    async with running(ssd, remote) as again:
+        match = await again.manager.match(chain)
+        assert match.tiers == ("ssd",) * 3 + ("remote",) * 2
+
+        assert await again.fetch(chain) == (["ssd"] * 3 + ["remote"] * 2, None)
+        assert await again.fetch(chain) == (["dram"] * 5, None)
+
+        await again.manager.flush(timeout_s=5)
+        assert len(ssd.stored) == 5
+
+
+async def test_a_block_asked_for_by_fifty_requests_is_read_once():
+    ssd = GatedTier("ssd")
+    chain = SPACE.chain(range(20))
+    async with running(ssd) as store:
+        await store.put(chain)
+        await store.manager.flush(timeout_s=5)
+
+    async with running(ssd) as again:
+        ssd.gate.clear()
+        ssd.read_batches.clear()
+        waiting = [asyncio.create_task(again.fetch(chain)) for _ in range(50)]
+        await asyncio.sleep(0)
+        ssd.gate.set()
+
+        results = await asyncio.gather(*waiting)
+
+        assert len(ssd.read_batches) == 1
+        assert {tuple(origins) for origins, _ in results} == {("ssd",) * 5}
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        (ReadStatus.CORRUPT, MissReason.CORRUPT),
+        (ReadStatus.MISMATCH, MissReason.CORRUPT),
+        (ReadStatus.ABSENT, MissReason.EVICTED),
+        (ReadStatus.TIMED_OUT, MissReason.TIMED_OUT),
+        (ReadStatus.UNAVAILABLE, MissReason.UNAVAILABLE),
+    ],
+)
+async def test_a_copy_that_cannot_be_read_is_a_miss_with_its_reason(status, reason):
+    ssd = GatedTier("ssd")
+    chain = SPACE.chain(range(20))
+    async with running(ssd) as store:
+        await store.put(chain)
+        await store.manager.flush(timeout_s=5)
+
+    async with running(ssd) as again:
+        ssd.read_status = status
+
+        assert await again.fetch(chain) == ([], reason)
+
+        ssd.read_status = None
+        assert again.dram.used_bytes == 0
+
+
+async def test_a_corrupt_block_shortens_the_prefix_and_is_not_read_again():
+    ssd = GatedTier("ssd")
+    chain = SPACE.chain(range(20))
+    async with running(ssd) as store:
+        await store.put(chain)
+        await store.manager.flush(timeout_s=5)
+    third = list(ssd.stored)[2]
+    ssd.stored[third][1][100] ^= 1
+
+    async with running(ssd) as again:
+        assert await again.fetch(chain) == (["ssd"] * 2, MissReason.CORRUPT)
+        assert await again.fetch(chain) == (["dram"] * 2, MissReason.CORRUPT)
+        assert again.manager.stats()["corrupt_blocks"] == {"ssd": 1}
+
+
+async def test_a_fetch_returns_by_its_deadline_and_the_load_serves_the_next():
+    ssd = GatedTier("ssd")
+    chain = SPACE.chain(range(20))
+    async with running(ssd) as store:
+        await store.put(chain)
+        await store.manager.flush(timeout_s=5)
+
+    async with running(ssd) as again:
+        ssd.gate.clear()
+        ssd.read_batches.clear()
+        assert await again.fetch(chain, timeout_s=0.01) == ([], MissReason.TIMED_OUT)
+
+        ssd.gate.set()
+
+        origins, reason = await again.fetch(chain)
+        assert (len(origins), reason) == (5, None)
+        assert len(ssd.read_batches) == 1
+
+
+async def test_a_cancelled_fetch_keeps_nothing():
+    ssd = GatedTier("ssd")
+    chain = SPACE.chain(range(20))
+    async with running(ssd) as store:
+        await store.put(chain)
+        await store.manager.flush(timeout_s=5)
+
+    async with running(ssd, blocks=5) as again:
+        ssd.gate.clear()
+        task = asyncio.create_task(again.manager.fetch(chain, owner=again.owner))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        ssd.gate.set()
+        await again.fetch(chain)
+
+        assert await again.put(SPACE.chain(range(50, 70))) == 5
+
+
+async def test_a_tier_that_raises_is_a_miss_and_the_store_goes_on():
+    ssd = GatedTier("ssd")
+    chain = SPACE.chain(range(20))
+    async with running(ssd) as store:
+        await store.put(chain)
+        await store.manager.flush(timeout_s=5)
+
+    async with running(ssd) as again:
+        read, ssd.read = ssd.read, None
+
+        assert await again.fetch(chain) == ([], MissReason.UNAVAILABLE)
+
+        ssd.read = read
+        assert await again.fetch(chain) == (["ssd"] * 5, None)
+
+
+async def test_a_shared_tier_that_is_down_is_named_as_the_reason():
+    remote = GatedTier("remote", is_shared=True)
+    async with running(remote) as store:
+        remote.is_up = False
+
+        assert (await store.manager.match(SPACE.chain(range(4)))).reason is MissReason.UNAVAILABLE
+
+
+async def test_a_block_without_a_lower_copy_is_demoted_before_it_leaves():
+    ssd = GatedTier("ssd")
+    async with running(ssd, blocks=4, write_queue_blocks=1) as store:
+        ssd.gate.clear()
+        old = SPACE.chain(range(16))
+        await store.put(old)
+        put = asyncio.create_task(store.put(SPACE.chain(range(50, 66)), timeout_s=5))
+        await asyncio.sleep(0)
+        ssd.gate.set()
+
+        assert await put == 4
+
+        assert (await store.manager.match(old)).tiers == ("ssd",) * 4
+
+
+async def test_a_full_write_queue_drops_the_write_and_counts_it():
+    ssd = GatedTier("ssd")
+    async with running(ssd, write_queue_blocks=2, write_batch_blocks=1) as store:
+        ssd.gate.clear()
+        await store.put(SPACE.chain(range(40)))
+        ssd.gate.set()
+        await store.manager.flush(timeout_s=5)
+
+        drops = store.manager.stats()["write_drops_blocks"]["ssd/queue_full"]
+        assert len(ssd.stored) == 10 - drops
+        assert drops >= 7
+
+
+async def test_a_put_that_finds_no_room_by_its_deadline_is_dropped():
+    ssd = GatedTier("ssd")
+    async with running(ssd, blocks=4) as store:
+        ssd.gate.clear()
+        await store.put(SPACE.chain(range(16)))
+
+        assert await store.put(SPACE.chain(range(50, 58)), timeout_s=0.01) == 0
+
+        assert store.manager.stats()["puts_blocks"]["dropped"] == 2
+
+
+async def test_a_lower_tier_that_refuses_does_not_stop_puts():
+    ssd = GatedTier("ssd")
+    async with running(ssd, blocks=4) as store:
+        ssd.write_status = WriteStatus.UNAVAILABLE
+        for start in range(0, 400, 100):
+            assert await store.put(SPACE.chain(range(start, start + 16)), timeout_s=5) == 4
+
+
+async def test_the_lower_tier_evicts_to_take_more():
+    ssd = GatedTier("ssd", capacity_blocks=8)
+    ssd.capacity_bytes = 8 * BLOCK_BYTES
+    async with running(ssd) as store:
+        for start in (0, 100, 200):
+            await store.put(SPACE.chain(range(start, start + 16)))
+            await store.manager.flush(timeout_s=5)
+
+        assert len(ssd.stored) <= 8
+        newest = [block.key for block in ssd.stored]
+        assert set(SPACE.chain(range(200, 216)).keys) <= set(newest)
+
+
+async def test_a_damaged_slot_is_not_written_below_and_not_matched_again():
+    ssd = GatedTier("ssd")
+    async with running(ssd) as store:
+        chain = SPACE.chain(range(8))
+        ssd.gate.clear()
+        first = SPACE.chain(range(50, 54))
+        await store.put(first)
+        await asyncio.sleep(0)
+        await store.put(chain)
+        fetched = await store.manager.fetch(chain, owner=store.owner)
+        async with store.dram.writing([fetched.blocks[1].slot], BLOCK_BYTES) as (buffer,):
+            np.asarray(buffer)[17] ^= 1
+        store.manager.release(fetched.lease)
+        ssd.gate.set()
+
+        await store.manager.flush(timeout_s=5)
+
+        assert {block.key for block in ssd.stored} == {first.keys[0], chain.keys[0]}
+        assert (await store.manager.match(chain)).blocks == 1
+
+
+async def test_check_finds_and_drops_a_damaged_slot():
+    async with running() as store:
+        chain = SPACE.chain(range(8))
+        await store.put(chain)
+        fetched = await store.manager.fetch(chain, owner=store.owner)
+        store.manager.release(fetched.lease)
+        async with store.dram.writing([fetched.blocks[1].slot], BLOCK_BYTES) as (buffer,):
+            np.asarray(buffer)[17] ^= 1
+
+        problems = await store.manager.check()
+
+        assert len(problems) == 1
+        assert "in dram is corrupt" in problems[0]
+        assert await store.fetch(chain) == (["dram"], MissReason.CORRUPT)
+
+
+async def test_dropped_blocks_are_gone_from_every_tier():
+    ssd, remote = GatedTier("ssd"), GatedTier("remote", is_shared=True)
+    async with running(ssd, remote) as store:
+        chain = SPACE.chain(range(20))
+        await store.put(chain)
+        await store.manager.flush(timeout_s=5)
+
+        assert await store.manager.drop(chain) == 5
+
+        assert (ssd.stored, remote.stored) == ({}, {})
+        assert (await store.manager.match(chain)).reason is MissReason.DROPPED
+
+
+async def test_a_leased_block_is_not_dropped():
+    async with running() as store:
+        chain = SPACE.chain(range(4))
+        await store.put(chain)
+        fetched = await store.manager.fetch(chain, owner=store.owner)
+
+        assert await store.manager.drop(chain) == 0
+
+        assert (await store.manager.match(chain)).blocks == 1
+        store.manager.release(fetched.lease)
+
+
+async def test_a_prefetch_brings_blocks_up_without_a_lease():
+    ssd = GatedTier("ssd")
+    chain = SPACE.chain(range(20))
+    async with running(ssd) as store:
+        await store.put(chain)
+        await store.manager.flush(timeout_s=5)
+
+    async with running(ssd) as again:
+        assert await again.manager.prefetch(chain) == 5
+
+        assert again.manager.stats()["leases"] == {}
+        assert (await again.manager.match(chain)).tiers == ("dram",) * 5
+
+
+async def test_a_chain_longer_than_the_room_is_served_as_far_as_it_goes():
+    ssd = GatedTier("ssd")
+    chain = SPACE.chain(range(40))
+    async with running(ssd) as store:
+        await store.put(chain)
+        await store.manager.flush(timeout_s=5)
+
+    async with running(ssd, blocks=4) as again:
+        assert await again.fetch(chain) == (["ssd"] * 4, MissReason.NO_ROOM)
+
+
+async def test_hits_and_misses_add_up_to_lookups():
+    async with running() as store:
+        chain = SPACE.chain(range(40))
+        await store.put(chain[:4])
+
+        await store.fetch(chain)
+        await store.fetch(SPACE.chain(range(90, 98)))
+
+        fetch = store.manager.stats()["fetch"]
+        assert fetch["lookups_blocks"] == 12
+        assert fetch["hits_blocks"] == {"dram": 4}
+        assert fetch["misses_blocks"] == {"never_seen": 2, "behind_miss": 6}
+
+
+async def test_a_fetch_of_an_owner_that_ended_leases_nothing():
+    async with running() as store:
+        chain = SPACE.chain(range(4))
+        await store.put(chain)
+        store.manager.release_owner(store.owner)
+
+        fetched = await store.manager.fetch(chain, owner=store.owner)
+
+        assert (fetched.blocks, fetched.lease) == ((), None)
+
+
+async def test_closing_drains_what_waits_for_the_tiers_below():
+    ssd = GatedTier("ssd")
+    async with running(ssd) as store:
+        await store.put(SPACE.chain(range(40)))
+        await store.manager.close()
+
+        assert len(ssd.stored) == 10
+        assert ssd.closed
+        store.manager.check = lambda: asyncio.sleep(0, [])
+
+
+async def test_the_store_stays_below_its_high_water_mark():
+    ssd = GatedTier("ssd")
+    async with running(ssd, high_water_ratio=0.5, low_water_ratio=0.25) as store:
+        for start in range(0, 1000, 100):
+            await store.put(SPACE.chain(range(start, start + 8)))
+            await store.manager.flush(timeout_s=5)
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+        assert store.dram.used_bytes <= 8 * BLOCK_BYTES
