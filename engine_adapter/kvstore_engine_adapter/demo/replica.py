@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kvstore_engine_adapter.demo.processes import Child, DemoFailed, Processes, kvstore_command
 
+MODEL_NAME = "demo"
 _START_S = 120.0
 _ANSWER_S = 120.0
 
@@ -51,7 +52,7 @@ class Replica:
             DemoFailed: the engine refused, died, or answered something else.
         """
         body = {
-            "model": "demo",
+            "model": MODEL_NAME,
             "messages": [{"role": "user", "content": prompt}],
             "temperature": 0,
             "max_tokens": max_tokens,
@@ -78,7 +79,9 @@ async def start_replica(processes: Processes, name: str, *, model: Path, store: 
     Raises:
         DemoFailed: it does not start.
     """
-    command = kvstore_command("engine", "--model", str(model), "--port", "0")
+    command = kvstore_command(
+        "engine", "--model", str(model), "--port", "0", "--served-model-name", MODEL_NAME
+    )
     command += ["--store", store] if store else ["--no-reuse"]
     child = await processes.start(name, command)
     event = await processes.ready_event(child, timeout_s=_START_S)
