@@ -8,8 +8,8 @@ Concurrency. One process (the folder is locked by the tier), one writing thread 
 transaction outlives ``load``. The environment must not be used in a forked child.
 
 Space. The file is preallocated to the map size, so that a full disk shows at open. The map size follows from
-the number of slots of 64 KiB: a record takes about 290 bytes, pages may be half full, and copy on write needs
-as much again for what a transaction replaces.
+the number of slots of 64 KiB. A record takes 281 bytes and pages may be half full: 640 bytes are reckoned for
+each, beside what copy on write needs for the transactions of the moment.
 """
 
 import os
@@ -31,7 +31,9 @@ _SUPERBLOCK = struct.Struct("<8sI")
 _SUPERBLOCK_KEY = b"s"
 _RECORD = struct.Struct(f"<{HEADER_BYTES}sQIQQ")
 _RECORD_SUM = struct.Struct("<Q")
-_FIXED_MAP_BYTES = 8 << 20
+_FIXED_MAP_BYTES = 16 << 20
+_COPY_ON_WRITE_BYTES = 6 << 20
+_RECKONED_BYTES_PER_RECORD = 640
 _MAP_BYTES_PER_RECORD = 1024
 _SMALLEST_COUNTED_SLOT_BYTES = 64 << 10
 _MAX_READERS = 8
@@ -219,6 +221,11 @@ def map_size_bytes(capacity_bytes: int) -> int:
     """Return the size of the index of a tier with that capacity."""
     slots = -(-capacity_bytes // _SMALLEST_COUNTED_SLOT_BYTES)
     return padded(_FIXED_MAP_BYTES + slots * _MAP_BYTES_PER_RECORD)
+
+
+def max_records(capacity_bytes: int) -> int:
+    """Return how many records the index of a tier with that capacity holds for sure."""
+    return (map_size_bytes(capacity_bytes) - _COPY_ON_WRITE_BYTES) // _RECKONED_BYTES_PER_RECORD
 
 
 def _generation_of(value: bytes) -> int:
