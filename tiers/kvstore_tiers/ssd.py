@@ -43,7 +43,7 @@ from kvstore_tiers.jobs import Jobs
 from kvstore_tiers.slab import Slab
 from kvstore_tiers.slots import SlotAllocator
 from kvstore_tiers.ssd_index import Change, IndexRecord, map_size_bytes, max_records
-from kvstore_tiers.ssd_store import CommitOutcome, SsdStore
+from kvstore_tiers.ssd_store import CommitOutcome, SsdStore, garbage_collection_paused
 
 _log = logging.getLogger(__name__)
 
@@ -162,16 +162,12 @@ class SsdTier:
         for jobs in self._all_jobs:
             jobs.start()
         try:
-            store, records = await self._commits.run(self._open_store)
+            self._store = await self._commits.run(self._open_store)
         except BaseException:
             await self._close_jobs(self._all_jobs)
             raise
-        self._slots = SlotAllocator(self._slots.capacity_bytes, name=self._name)
-        self._slots.restore((record.offset, record.slot_bytes) for record in records)
-        self._copies = {record.header.block.storage_key: _Copy(record) for record in records}
-        self._next_number = 1 + max((max(r.recency, r.generation) for r in records), default=0)
-        self._store, self._pid, self._down_for_good = store, os.getpid(), ""
-        _log.info("%s: folder %s: %d copies found", self._name, self._folder, len(records))
+        self._pid, self._down_for_good = os.getpid(), ""
+        _log.info("%s: folder %s: %d copies found", self._name, self._folder, len(self._copies))
 
     async def close(self) -> None:
         """Finish what is under way, make it durable, and release the folder. Idempotent."""
@@ -235,13 +231,19 @@ class SsdTier:
         """Return one line per violated invariant of the slot bookkeeping."""
         return self._slots.check()
 
-    def _open_store(self) -> tuple[SsdStore, list[IndexRecord]]:
-        return SsdStore.open(
+    @garbage_collection_paused()
+    def _open_store(self) -> SsdStore:
+        store, records = SsdStore.open(
             self._folder,
             capacity_bytes=self._slots.capacity_bytes,
             name=self._name,
             check_timeout_s=self._check_timeout_s,
         )
+        self._slots = SlotAllocator(self._slots.capacity_bytes, name=self._name)
+        self._slots.restore((record.offset, record.slot_bytes) for record in records)
+        self._copies = {record.header.block.storage_key: _Copy(record) for record in records}
+        self._next_number = 1 + max((max(r.recency, r.generation) for r in records), default=0)
+        return store
 
     def _number(self) -> int:
         self._next_number += 1

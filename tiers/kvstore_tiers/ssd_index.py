@@ -22,7 +22,7 @@ import lmdb
 
 from kvstore.checksum import checksum
 from kvstore.errors import CorruptBlock
-from kvstore.tier import HEADER_BYTES, BlockHeader
+from kvstore.tier import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader
 from kvstore_tiers.slots import padded
 
 _MAGIC = b"KVSSD\0\0\0"
@@ -73,9 +73,10 @@ class IndexRecord:
             raise CorruptBlock(f"index: a record of {len(value)} bytes does not match its checksum")
         header, offset, slot_bytes, generation, recency = _RECORD.unpack(body)
         record = cls(BlockHeader.unpack(header), offset, slot_bytes, generation, recency)
-        if record.key != key:
+        block = record.header.block
+        if block.key != key[1:33] or block.part.pack() != key[33:]:
             raise CorruptBlock("index: a record names another block than its key")
-        if slot_bytes != padded(record.header.length_bytes) or offset % padded(1) or not slot_bytes:
+        if slot_bytes != padded(record.header.length_bytes) or offset % ALIGNMENT_BYTES or not slot_bytes:
             raise CorruptBlock(f"index: a slot of {slot_bytes} bytes at {offset} is impossible")
         return record
 

@@ -1,11 +1,14 @@
 """SsdStore: the opened files of the ssd tier, and what was found in them. Blocking; used from threads."""
 
+import contextlib
+import gc
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import lmdb
@@ -13,7 +16,6 @@ import lmdb
 from kvstore.errors import TierUnavailable
 from kvstore.tier import WriteStatus
 from kvstore_tiers.slab import Slab
-from kvstore_tiers.slots import padded
 from kvstore_tiers.ssd_folder import SsdFolder, unavailable
 from kvstore_tiers.ssd_index import Change, IndexIsForeign, IndexRecord, SsdIndex
 
@@ -75,7 +77,7 @@ class SsdStore:
                 f"{name}: folder {path}: the index cannot be opened: {error}: check the disk, or remove "
                 f"{folder.index_path}"
             ) from error
-        return cls(folder, slab, index), sorted(kept, key=lambda record: record.recency)
+        return cls(folder, slab, index), sorted(kept, key=attrgetter("recency"))
 
     def commit(self, changes: Sequence[Change]) -> list[CommitOutcome]:
         """Make slab writes and index changes durable, in that order; one outcome per change."""
@@ -128,6 +130,18 @@ class SsdStore:
         return [CommitOutcome(WriteStatus.OK)] * len(changes)
 
 
+@contextlib.contextmanager
+def garbage_collection_paused() -> Iterator[None]:
+    """Loading makes objects by the hundred thousand and no garbage; looking for it doubles the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _preflight(folder: SsdFolder, capacity_bytes: int, timeout_s: float) -> None:
     """After an unclean end, let a child process be the first to open the index."""
     if not folder.is_dirty() or not os.path.lexists(folder.index_path):
@@ -168,8 +182,8 @@ def _without_overlaps(
     """Split records into those that can all be true, and the rest (of two that overlap the older goes)."""
     kept: list[IndexRecord] = []
     unusable: list[IndexRecord] = []
-    for record in sorted(records, key=lambda record: record.offset):
-        if record.offset + padded(record.header.length_bytes) > limit_bytes:
+    for record in sorted(records, key=attrgetter("offset")):
+        if record.offset + record.slot_bytes > limit_bytes:
             unusable.append(record)
             continue
         while kept and kept[-1].offset + kept[-1].slot_bytes > record.offset:
