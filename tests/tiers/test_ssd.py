@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -286,6 +287,53 @@ class BrokenSlab:
         raise OSError(5, "Input/output error")
 
     write = read
+
+
+class StuckSlab:
+    def __init__(self) -> None:
+        self.is_moving = threading.Event()
+
+    def read(self, offset: int, buffer: memoryview, length_bytes: int) -> None:
+        self.is_moving.wait(30)
+        raise OSError(5, "Input/output error")
+
+
+async def test_a_stuck_disk_takes_the_tier_down_and_holds_nobody_else(tmp_path: Path) -> None:
+    clock = FakeClock()
+    tier = SsdTier(tmp_path / "a", capacity_bytes=CAPACITY, clock=clock, io_threads=1)
+    await tier.open()
+    await tier.write([to_write(1, LENGTH)], deadline_s=clock.now_s + 10)
+    sound, tier._store.slab = tier._store.slab, StuckSlab()
+    stuck = asyncio.create_task(tier.read([to_read(1, LENGTH)], deadline_s=clock.now_s + 10))
+    await asyncio.sleep(0)
+    (outcome,) = await tier.read([to_read(1, LENGTH)], deadline_s=clock.now_s + 0.05)
+    assert outcome.status is ReadStatus.TIMED_OUT
+    clock.advance(3)
+    assert tier.health().reason == "a disk operation has taken 3 s so far"
+    (outcome,) = await tier.read([to_read(1, LENGTH)], deadline_s=clock.now_s + 10)
+    assert outcome.status is ReadStatus.UNAVAILABLE
+    tier._store.slab.is_moving.set()
+    assert [outcome.status for outcome in await stuck] == [ReadStatus.UNAVAILABLE]
+    tier._store.slab = sound
+    assert tier.health().is_up
+    await tier.close()
+
+
+async def test_writers_at_the_same_time_share_commits(tmp_path: Path) -> None:
+    async with opened(tmp_path / "a") as tier:
+        await asyncio.gather(*(put(tier, number) for number in range(40)))
+        assert tier.counters["commits"] < 30
+        assert await statuses(tier, *range(40)) == [ReadStatus.OK] * 40
+
+
+async def test_uses_of_very_many_blocks_are_kept_at_close(tmp_path: Path) -> None:
+    async with opened(tmp_path / "a", capacity_bytes=32 << 20) as tier:
+        for start in range(0, 6000, 500):
+            await put(tier, *range(start, start + 500), length=10)
+        await tier.touch([block_id(number) for number in reversed(range(6000))])
+    async with opened(tmp_path / "a", capacity_bytes=32 << 20) as tier:
+        found = [header.block for header in await tier.scan()]
+        assert found == [block_id(number) for number in reversed(range(6000))]
 
 
 async def test_a_slot_is_not_reused_while_it_is_read(tmp_path: Path) -> None:

@@ -137,11 +137,7 @@ class SsdIndex:
         )
         try:
             environment.reader_check()
-            fd = os.open(folder / "data.mdb", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                os.posix_fallocate(fd, 0, map_bytes)
-            finally:
-                os.close(fd)
+            _reserve(folder / "data.mdb", map_bytes)
         except BaseException:
             environment.close()
             raise
@@ -216,6 +212,20 @@ class SsdIndex:
         """Write what is left in memory and close."""
         self._env.sync(True)
         self._env.close()
+
+
+def _reserve(path: Path, size_bytes: int) -> None:
+    """Have the disk set this size aside for the file; a file that cannot have it stays as it was."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        had_bytes = os.fstat(fd).st_size
+        try:
+            os.posix_fallocate(fd, 0, size_bytes)
+        except OSError:
+            os.ftruncate(fd, had_bytes)
+            raise
+    finally:
+        os.close(fd)
 
 
 def map_size_bytes(capacity_bytes: int) -> int:

@@ -21,6 +21,8 @@ from kvstore_tiers.ssd_index import Change, IndexIsForeign, IndexRecord, SsdInde
 
 _log = logging.getLogger(__name__)
 
+_CHANGES_PER_TRANSACTION = 512
+
 
 @dataclass(frozen=True, slots=True)
 class CommitOutcome:
@@ -50,6 +52,8 @@ class SsdStore:
         folder = SsdFolder(path, name=name)
         folder.acquire()
         opened: list[Slab | SsdIndex] = []
+        slab: Slab | None = None
+        had_bytes = capacity_bytes
         try:
             _preflight(folder, capacity_bytes, check_timeout_s)
             folder.mark_dirty()
@@ -66,7 +70,10 @@ class SsdStore:
                 index.delete_keys([*damaged, *(record.key for record in unusable)])
             if had_bytes > capacity_bytes:
                 slab.shrink(capacity_bytes)
+            folder.sync()
         except (OSError, lmdb.Error) as error:
+            if slab is not None and had_bytes < capacity_bytes:
+                slab.shrink(had_bytes)
             for part in opened:
                 part.close()
             folder.release()
@@ -80,7 +87,16 @@ class SsdStore:
         return cls(folder, slab, index), sorted(kept, key=attrgetter("recency"))
 
     def commit(self, changes: Sequence[Change]) -> list[CommitOutcome]:
-        """Make slab writes and index changes durable, in that order; one outcome per change."""
+        """Make slab writes and index changes durable, in that order; one outcome per change.
+
+        Transactions are bounded, so that copy on write never needs more of the index than is kept for it.
+        """
+        outcomes: list[CommitOutcome] = []
+        for start in range(0, len(changes), _CHANGES_PER_TRANSACTION):
+            outcomes += self._commit(changes[start : start + _CHANGES_PER_TRANSACTION])
+        return outcomes
+
+    def _commit(self, changes: Sequence[Change]) -> list[CommitOutcome]:
         stores = [change for change in changes if change.kind == "store"]
         others = [change for change in changes if change.kind != "store"]
         try:
@@ -109,7 +125,7 @@ class SsdStore:
             if is_clean:
                 self._folder.mark_clean()
         except (OSError, lmdb.Error) as error:
-            _log.warning("ssd: folder %s: closing was not clean: %s", self._folder.path, error)
+            _log.warning("folder %s: closing was not clean: %s", self._folder.path, error)
         finally:
             self.slab.close()
             self._folder.release()
