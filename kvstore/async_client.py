@@ -299,6 +299,11 @@ class AsyncKVStore:
         await self._control(lambda _: calls.ping_plan(), timeout_s)
 
     @property
+    def timeouts(self) -> Timeouts:
+        """Times of calls that are not given one."""
+        return self._state.timeouts
+
+    @property
     def is_reachable(self) -> bool:
         """Whether a call is worth making: the last attempt to connect succeeded, or is long enough ago."""
         return not self._is_closed and self._state.may_connect

@@ -6,6 +6,7 @@ at once. A connection that stays silent while requests wait, or that breaks the 
 
 import array
 import asyncio
+import contextlib
 import os
 import socket
 import time
@@ -201,7 +202,8 @@ async def _greet(sock: socket.socket, arenas: ArenaCache) -> tuple[Welcome, Mapp
     loop = asyncio.get_running_loop()
     decoder, fds = FrameDecoder(), array.array("i")
     try:
-        await loop.sock_sendall(sock, greeting())
+        with contextlib.suppress(ConnectionError):  # a refusal may already lie in our receive buffer
+            await loop.sock_sendall(sock, greeting())
         while True:
             await _readable(sock)
             try:

@@ -352,6 +352,11 @@ class KVStore:
         """
         self._control(lambda _: calls.ping_plan(), timeout_s)
 
+    @property
+    def timeouts(self) -> Timeouts:
+        """Times of calls that are not given one."""
+        return self._state.timeouts
+
     def client_stats(self) -> ClientStats:
         """Return what happened to this client since it was made."""
         return self._state.stats

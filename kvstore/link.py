@@ -5,6 +5,7 @@ closed, never used again; the server then takes back everything it lent to it.
 """
 
 import array
+import contextlib
 import os
 import socket
 import time
@@ -15,7 +16,7 @@ from kvstore.arena_link import ArenaCache, MappedArena
 from kvstore.calls import TimedOut
 from kvstore.errors import ProtocolMismatch, ServerUnavailable
 from kvstore.keys import NamespaceDigest
-from kvstore.messages import Answer, Hello, Request, Welcome, decode_answer, encode_message
+from kvstore.messages import Answer, Failed, Hello, Request, Welcome, decode_answer, encode_message
 from kvstore.wire import Frame, FrameDecoder
 
 Dial = Callable[[float], socket.socket]
@@ -169,9 +170,12 @@ def accept_greeting(
     """Check the answer to Hello and map the arena. Takes over the descriptor in ``fds``.
 
     Raises:
+        ServerUnavailable: the server refuses this client: it is full, stopping, or another user's.
         ProtocolMismatch: another message, bytes after it, or no arena where one was announced.
     """
     answer = decode_answer(frame)
+    if isinstance(answer, Failed):
+        raise answer.to_error()
     if not isinstance(answer, Welcome) or frame.request_id != _GREETING_ID or decoder.pending_bytes:
         raise ProtocolMismatch(f"greeting: answered by {type(answer).__name__}")
     if not answer.arena_bytes:
@@ -196,7 +200,8 @@ def _greet(sock: socket.socket, arenas: ArenaCache, deadline_s: float) -> tuple[
     decoder, fds = FrameDecoder(), array.array("i")
     try:
         sock.settimeout(_patience_s(deadline_s))
-        sock.sendall(greeting())
+        with contextlib.suppress(ConnectionError):  # a refusal may already lie in our receive buffer
+            sock.sendall(greeting())
         while (frame := receive_greeting(sock, decoder, fds)) is None:
             sock.settimeout(_patience_s(deadline_s))
         return accept_greeting(frame, decoder, fds, arenas)

@@ -1,0 +1,79 @@
+"""A store in another process, and clients of every kind."""
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvstore import AsyncKVStore, KVLayout, KVStore, Namespace, PrefixChain, Timeouts
+from kvstore.config import Config
+from kvstore.errors import InvalidRequest
+from tests.client.facade import Face, SyncFace
+from tests.store_process import MIB, StoreProcess
+
+PATIENT = Timeouts(match_s=10, fetch_s=10, put_s=10, control_s=10)
+BLOCK_BYTES = 64 << 10
+NAMESPACE = Namespace("tiny", KVLayout.opaque(block_bytes=BLOCK_BYTES, block_tokens=4))
+
+
+@pytest.fixture
+def namespace() -> Namespace:
+    return NAMESPACE
+
+
+@pytest.fixture
+def chain() -> PrefixChain:
+    """Eight blocks."""
+    return NAMESPACE.chain(range(32))
+
+
+@pytest.fixture
+def payloads() -> npt.NDArray[np.uint8]:
+    """Bytes of eight blocks, one per row."""
+    return np.random.default_rng(7).integers(0, 256, (8, BLOCK_BYTES), np.uint8)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[StoreProcess]:
+    with StoreProcess(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def sync_client(store: StoreProcess) -> Iterator[KVStore]:
+    with KVStore.connect(f"unix:{store.socket_path}", timeouts=PATIENT) as client:
+        client.open_namespace(NAMESPACE)
+        yield client
+
+
+@pytest.fixture
+async def async_client(store: StoreProcess) -> AsyncIterator[AsyncKVStore]:
+    async with await AsyncKVStore.connect(store.socket_path, timeouts=PATIENT) as client:
+        client.open_namespace(NAMESPACE)
+        yield client
+
+
+@pytest.fixture(params=["sync", "async", "local"])
+async def client(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Face]:
+    """A client of each kind; what it used must be sound afterwards."""
+    async with contextlib.AsyncExitStack() as opened:
+        face: Face
+        if request.param == "local":
+            tiers = {"dram": {"capacity_bytes": 16 * MIB, "staging_bytes": MIB}}
+            local = KVStore.local(Config.from_dict({"tiers": tiers}), timeouts=PATIENT)
+            face = SyncFace(opened.enter_context(local))
+        else:
+            store = opened.enter_context(StoreProcess(tmp_path))
+            if request.param == "sync":
+                remote = KVStore.connect(store.socket_path, timeouts=PATIENT)
+                face = SyncFace(opened.enter_context(remote))
+            else:
+                face = await AsyncKVStore.connect(store.socket_path, timeouts=PATIENT)
+                await opened.enter_async_context(face)
+        face.open_namespace(NAMESPACE)
+        yield face
+        with contextlib.suppress(InvalidRequest):  # the test closed the client
+            assert await face.check() == []

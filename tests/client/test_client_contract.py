@@ -1,0 +1,251 @@
+"""What every client promises, whichever way it reaches a store."""
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from kvstore import KVLayout, MissReason, Namespace, Part, PrefixChain, PutResult
+from kvstore.checksum import checksum
+from kvstore.errors import InvalidRequest
+from tests.client.facade import Face
+
+Payloads = npt.NDArray[np.uint8]
+
+
+async def test_what_was_never_put_is_a_miss_with_a_reason(client: Face, chain: PrefixChain) -> None:
+    found = await client.match(chain)
+
+    assert (found.blocks, found.tiers, found.reason) == (0, (), MissReason.NEVER_SEEN)
+
+
+async def test_what_was_put_is_matched_and_fetched_exactly(
+    client: Face, chain: PrefixChain, payloads: Payloads
+) -> None:
+    put = await client.put(chain, payloads)
+    found = await client.match(chain)
+    buffers = np.zeros_like(payloads)
+    fetched = await client.fetch_into(chain, buffers)
+
+    assert put == PutResult(stored=8, present=0, dropped=0)
+    assert (found.blocks, set(found.tiers), found.reason) == (8, {"dram"}, None)
+    assert (fetched.blocks, set(fetched.origins), fetched.reason) == (8, {"dram"}, None)
+    assert fetched.checksums == tuple(checksum(row) for row in payloads)
+    assert np.array_equal(buffers, payloads)
+
+
+async def test_get_returns_one_array_per_stored_leading_block(
+    client: Face, chain: PrefixChain, payloads: Payloads
+) -> None:
+    await client.put(chain[:3], payloads[:3])
+
+    blocks = await client.get(chain)
+
+    assert len(blocks) == 3
+    assert np.array_equal(np.stack(blocks), payloads[:3])
+
+
+async def test_a_fetch_ends_at_the_first_block_that_is_not_stored(
+    client: Face, chain: PrefixChain, payloads: Payloads
+) -> None:
+    await client.put(chain[:5], payloads[:5])
+
+    fetched = await client.fetch_into(chain, np.zeros_like(payloads))
+
+    assert (fetched.blocks, fetched.reason) == (5, MissReason.NEVER_SEEN)
+
+
+async def test_present_blocks_are_not_written_again(
+    client: Face, chain: PrefixChain, payloads: Payloads
+) -> None:
+    await client.put(chain[:5], payloads[:5])
+
+    put = await client.put(chain, np.concatenate([np.zeros_like(payloads[:5]), payloads[5:]]))
+
+    assert put == PutResult(stored=3, present=5, dropped=0)
+    assert np.array_equal(np.stack(await client.get(chain)), payloads)
+
+
+async def test_a_gap_is_filled_and_the_blocks_behind_it_count_as_present(
+    client: Face, chain: PrefixChain, payloads: Payloads
+) -> None:
+    await client.put(chain[5:], payloads[5:])
+
+    put = await client.put(chain, payloads)
+
+    assert put == PutResult(stored=5, present=3, dropped=0)
+    assert (await client.match(chain)).blocks == 8
+
+
+async def test_a_continued_chain_is_found_from_its_beginning(
+    client: Face, chain: PrefixChain, payloads: Payloads
+) -> None:
+    await client.put(chain[:4], payloads[:4])
+    await client.put(chain[4:], payloads[4:])
+
+    assert (await client.match(chain)).blocks == 8
+
+
+async def test_blocks_beyond_the_room_are_dropped_from_the_end(client: Face) -> None:
+    namespace = Namespace("big", KVLayout.opaque(block_bytes=4 << 20, block_tokens=4))
+    client.open_namespace(namespace)
+    chain = namespace.chain(range(4 * 8))
+    payload = np.zeros(8 * (4 << 20), np.uint8)
+
+    put = await client.put(chain, payload, timeout_s=0.5)
+
+    assert put.stored + put.present + put.dropped == 8
+    assert 0 < put.dropped < 8
+    assert (await client.match(chain)).blocks == put.stored
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bytearray", "memoryview", "array", "tensor", "typed"])
+async def test_any_contiguous_buffer_is_a_payload(
+    client: Face, chain: PrefixChain, payloads: Payloads, kind: str
+) -> None:
+    made = {
+        "bytes": lambda: payloads.tobytes(),
+        "bytearray": lambda: [bytearray(row) for row in payloads],
+        "memoryview": lambda: [row.data for row in payloads],
+        "array": lambda: list(payloads),
+        "tensor": lambda: torch.from_numpy(payloads.copy()).view(torch.bfloat16),
+        "typed": lambda: payloads.view(np.float32).reshape(8, 2, -1),
+    }[kind]()
+
+    await client.put(chain, made)
+
+    assert np.array_equal(np.stack(await client.get(chain)), payloads)
+
+
+async def test_blocks_are_fetched_into_tensors_and_bytearrays(
+    client: Face, chain: PrefixChain, payloads: Payloads
+) -> None:
+    await client.put(chain, payloads)
+    tensor = torch.zeros(8, payloads.shape[1] // 2, dtype=torch.bfloat16)
+    arrays = [bytearray(payloads.shape[1]) for _ in range(8)]
+
+    into_tensor = await client.fetch_into(chain, tensor)
+    into_arrays = await client.fetch_into(chain, arrays)
+
+    assert (into_tensor.blocks, into_arrays.blocks) == (8, 8)
+    assert np.array_equal(tensor.view(torch.uint8).numpy(), payloads)
+    assert b"".join(arrays) == payloads.tobytes()
+
+
+@pytest.mark.parametrize(
+    "buffers",
+    [
+        [b"x"] * 8,
+        [bytes(64 << 10)] * 8,
+        [bytearray(64 << 10)] * 7,
+        bytearray(5),
+        np.zeros((8, 2, 64 << 10), np.uint8)[:, 0],
+        3,
+        [None] * 8,
+    ],
+    ids=["sizes", "read-only", "count", "total", "strided", "number", "none"],
+)
+async def test_buffers_that_do_not_fit_are_refused_before_anything_is_asked(
+    client: Face, chain: PrefixChain, buffers: object
+) -> None:
+    with pytest.raises(InvalidRequest):
+        await client.fetch_into(chain, buffers)
+
+
+async def test_a_payload_of_the_wrong_size_is_refused_with_what_was_expected(
+    client: Face, chain: PrefixChain
+) -> None:
+    with pytest.raises(InvalidRequest, match=r"payloads: 10 bytes, expected 8 blocks of 65536 bytes"):
+        await client.put(chain, b"x" * 10)
+
+
+async def test_a_payload_that_differs_from_its_checksum_is_not_stored(
+    client: Face, chain: PrefixChain, payloads: Payloads
+) -> None:
+    sums = [checksum(row) for row in payloads]
+    sums[3] ^= 1
+
+    put = await client.put(chain, payloads, checksums=sums)
+
+    assert (put.stored, put.dropped) == (3, 5)
+    assert (await client.match(chain)).blocks == 3
+
+
+async def test_a_chain_of_a_namespace_that_is_not_open_is_refused(client: Face, namespace: Namespace) -> None:
+    with pytest.raises(InvalidRequest, match="open_namespace"):
+        await client.match(namespace.at_epoch(1).chain(range(32)))
+
+
+async def test_a_chain_with_too_many_keys_is_refused(client: Face, namespace: Namespace) -> None:
+    with pytest.raises(InvalidRequest, match="limit 10000"):
+        await client.match(namespace.chain(range(4 * 10_001)))
+
+
+async def test_ten_thousand_keys_are_matched_in_one_request(client: Face, namespace: Namespace) -> None:
+    assert (await client.match(namespace.chain(range(4 * 10_000)))).blocks == 0
+
+
+async def test_an_empty_chain_is_answered(client: Face, chain: PrefixChain) -> None:
+    assert (await client.match(chain[:0])).blocks == 0
+    assert (await client.put(chain[:0], b"")) == PutResult(0, 0, 0)
+    assert await client.get(chain[:0]) == []
+
+
+async def test_another_salt_never_sees_the_blocks(
+    client: Face, chain: PrefixChain, payloads: Payloads, namespace: Namespace
+) -> None:
+    other = Namespace(namespace.model, namespace.layout, tenant_salt=b"other")
+    client.open_namespace(other)
+    await client.put(chain, payloads)
+
+    assert (await client.match(other.chain(range(32)))).blocks == 0
+
+
+async def test_parts_of_a_block_are_stored_and_fetched_apart(client: Face) -> None:
+    layout = KVLayout("float16", num_layers=4, block_tokens=4, num_kv_heads=2, head_dim=8)
+    namespace = Namespace("parts", layout)
+    client.open_namespace(namespace)
+    chain, upper, lower = namespace.chain(range(8)), Part(0, 2, 0, 2), Part(2, 4, 0, 2)
+    half = np.arange(2 * layout.part_bytes(upper), dtype=np.uint16).astype(np.uint8)
+
+    await client.put(chain, half, part=upper)
+
+    assert (await client.match(chain, part=upper)).blocks == 2
+    assert (await client.match(chain, part=lower)).blocks == 0
+    assert np.array_equal(np.concatenate(await client.get(chain, part=upper)), half)
+
+
+async def test_dropped_blocks_are_a_miss_with_that_reason(
+    client: Face, chain: PrefixChain, payloads: Payloads
+) -> None:
+    await client.put(chain, payloads)
+
+    dropped = await client.drop(chain)
+
+    assert dropped == 8
+    assert (await client.match(chain)).reason is MissReason.DROPPED
+
+
+async def test_prefetch_counts_the_leading_blocks_in_the_top_tier(
+    client: Face, chain: PrefixChain, payloads: Payloads
+) -> None:
+    await client.put(chain[:6], payloads[:6])
+
+    assert await client.prefetch(chain) == 6
+
+
+async def test_control_calls_answer(client: Face, chain: PrefixChain, payloads: Payloads) -> None:
+    await client.put(chain, payloads)
+
+    await client.ping()
+
+    assert await client.flush(5.0) is True
+    assert (await client.stats())["puts_blocks"]["stored"] == 8
+    assert await client.check(8) == []
+
+
+async def test_a_closed_client_is_misuse(client: Face, chain: PrefixChain) -> None:
+    await client.close()
+
+    with pytest.raises(InvalidRequest, match="closed"):
+        await client.ping()

@@ -1,0 +1,312 @@
+"""Frames and messages: golden bytes, round trips, and hostile input."""
+
+import json
+import random
+from pathlib import Path
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.errors import ProtocolMismatch
+from kvstore.keys import BlockKey, NamespaceDigest, PrefixChain
+from kvstore.layout import KVLayout, Part
+from kvstore.messages import (
+    Answer,
+    ChainRef,
+    Check,
+    Commit,
+    Count,
+    Done,
+    Drop,
+    Failed,
+    FailureCode,
+    Fetch,
+    Flush,
+    Hello,
+    Lent,
+    LentSlot,
+    Match,
+    Matched,
+    OpenNamespace,
+    Ping,
+    Prefetch,
+    Ready,
+    ReadySlot,
+    Release,
+    Report,
+    Request,
+    Reserve,
+    ReturnSlots,
+    Stats,
+    TierNames,
+    UnusedSlot,
+    Welcome,
+    WrittenSlot,
+    decode_answer,
+    decode_request,
+    encode_message,
+)
+from kvstore.results import MissReason
+from kvstore.wire import MAX_BODY_BYTES, MAX_KEYS, Frame, FrameDecoder, decode_body, encode_frame
+
+GOLDEN = json.loads((Path(__file__).parent / "golden_frames.json").read_text())
+
+_DIGEST = NamespaceDigest(bytes(range(32)))
+_KEYS = (BlockKey(b"\x01" * 32), BlockKey(b"\x02" * 32))
+_CHAIN = ChainRef(PrefixChain(_DIGEST, _KEYS, 16))
+_TAIL = ChainRef(PrefixChain(_DIGEST, _KEYS, 16, 5, BlockKey(b"\x03" * 32)), Part(0, 2, 1, 3))
+
+REQUESTS: dict[str, Request] = {
+    "hello": Hello(1234),
+    "open_namespace": OpenNamespace(_DIGEST, KVLayout("bfloat16", 4, 16, 2, 64)),
+    "match": Match(_CHAIN, 50_000),
+    "fetch": Fetch(_TAIL, 50_000),
+    "release": Release(7),
+    "release_corrupt": Release(7, _TAIL),
+    "reserve": Reserve(_CHAIN, 1),
+    "commit": Commit(_CHAIN, (WrittenSlot(0, 4096, 1, 2**64 - 1), WrittenSlot(1, 8192, 3, 4))),
+    "return_slots": ReturnSlots((UnusedSlot(4096, 1),)),
+    "prefetch": Prefetch(_CHAIN, 0),
+    "drop": Drop(_CHAIN, 0),
+    "stats": Stats(),
+    "check": Check(64),
+    "flush": Flush(1_000_000),
+    "ping": Ping(),
+}
+ANSWERS: dict[str, Answer] = {
+    "welcome": Welcome(bytes(16), 1 << 30, 32),
+    "done": Done(),
+    "count": Count(3),
+    "matched": Matched(TierNames.of(["dram", "dram", "ssd"]), MissReason.NEVER_SEEN),
+    "matched_whole": Matched(TierNames.of([]), None),
+    "ready": Ready(
+        9, 64, (ReadySlot(4096, 1, 2), ReadySlot(8192, 3, 4)), TierNames.of(["ssd", "dram"]), None
+    ),
+    "ready_none": Ready(None, 0, (), TierNames.of([]), MissReason.TIMED_OUT),
+    "lent": Lent((LentSlot(1, 4096, 5),), 1),
+    "report": Report(b"{}"),
+    "failed": Failed(FailureCode.INVALID_REQUEST, "no such namespace"),
+}
+
+
+def _frame(data: bytes) -> Frame:
+    decoder = FrameDecoder(data)
+    frame = decoder.next_frame()
+    assert frame is not None
+    assert decoder.pending_bytes == 0
+    return frame
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_has_its_golden_frame_and_comes_back_equal(name: str) -> None:
+    data = encode_message(REQUESTS[name], 42)
+
+    assert data.hex() == GOLDEN[name]
+    assert _frame(data).request_id == 42
+    assert decode_request(_frame(data)) == REQUESTS[name]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_has_its_golden_frame_and_comes_back_equal(name: str) -> None:
+    data = encode_message(ANSWERS[name], 42)
+
+    assert data.hex() == GOLDEN[name]
+    assert decode_answer(_frame(data)) == ANSWERS[name]
+
+
+def test_there_is_a_golden_frame_for_every_kind_and_none_for_others() -> None:
+    assert set(GOLDEN) == {*REQUESTS, *ANSWERS}
+
+
+def test_answers_are_no_requests_and_requests_no_answers() -> None:
+    for request in REQUESTS.values():
+        with pytest.raises(ProtocolMismatch, match="unknown answer kind"):
+            decode_answer(_frame(encode_message(request, 1)))
+    for answer in ANSWERS.values():
+        with pytest.raises(ProtocolMismatch, match="unknown request kind"):
+            decode_request(_frame(encode_message(answer, 1)))
+
+
+keys = st.binary(min_size=32, max_size=32)
+u32 = st.integers(0, 2**32 - 1)
+u64 = st.integers(0, 2**64 - 1)
+parts = st.builds(
+    lambda a, b, c, d: Part(a, a + b, c, c + d),
+    *[st.integers(0, 1000) if at % 2 == 0 else st.integers(1, 1000) for at in range(4)],
+)
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> ChainRef:
+    """A chain of up to 20 keys, at the start of its sequence or not, whole blocks or parts."""
+    start = draw(u32)
+    parent = BlockKey(draw(keys)) if start else None
+    blocks = tuple(BlockKey(key) for key in draw(st.lists(keys, max_size=20)))
+    namespace = NamespaceDigest(draw(keys))
+    return ChainRef(
+        PrefixChain(namespace, blocks, draw(st.integers(1, 65535)), start, parent), draw(st.none() | parts)
+    )
+
+
+@given(chains(), st.integers(0, 3_600_000_000), u64)
+def test_every_chain_survives_the_wire(about: ChainRef, timeout_us: int, request_id: int) -> None:
+    request = Fetch(about, timeout_us)
+
+    frame = _frame(encode_message(request, request_id))
+
+    assert frame.request_id == request_id
+    assert decode_request(frame) == request
+
+
+@given(st.lists(st.tuples(u64, u64, u64, st.sampled_from(["dram", "ssd", "remote"])), max_size=30))
+def test_every_fetch_answer_survives_the_wire(blocks: list[tuple[int, int, int, str]]) -> None:
+    answer = Ready(
+        lease=5 if blocks else None,
+        length_bytes=64,
+        slots=tuple(ReadySlot(*block[:3]) for block in blocks),
+        origins=TierNames.of([block[3] for block in blocks]),
+        reason=MissReason.EVICTED,
+    )
+
+    assert decode_answer(_frame(encode_message(answer, 1))) == answer
+
+
+@given(st.lists(st.integers(1, 300), max_size=20))
+def test_frames_are_found_however_the_stream_is_cut(cuts: list[int]) -> None:
+    frames = [
+        encode_message(message, at) for at, message in enumerate([*REQUESTS.values(), *ANSWERS.values()])
+    ]
+    stream = b"".join(frames)
+    decoder, found, at = FrameDecoder(), [], 0
+    for cut in [*cuts, len(stream)]:
+        decoder.feed(stream[at : at + cut])
+        at += cut
+        while (frame := decoder.next_frame()) is not None:
+            found.append(frame.request_id)
+
+    assert found == list(range(len(frames)))
+
+
+def _decode_all(data: bytes) -> None:
+    decoder = FrameDecoder(data)
+    while (frame := decoder.next_frame()) is not None:
+        for decode in (decode_request, decode_answer):
+            try:
+                decode(frame)
+            except ProtocolMismatch:
+                continue
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_mutated_frame_is_another_message_or_a_protocol_mismatch(seed: int) -> None:
+    choose = random.Random(seed)
+    originals = [encode_message(message, 1) for message in [*REQUESTS.values(), *ANSWERS.values()]]
+    for _ in range(500):
+        data = bytearray(choose.choice(originals))
+        for _ in range(choose.randint(1, 4)):
+            data[choose.randrange(len(data))] = choose.randrange(256)
+        if choose.random() < 0.3:
+            del data[choose.randrange(len(data)) :]
+        try:
+            _decode_all(bytes(data))
+        except ProtocolMismatch:
+            continue
+
+
+@given(st.binary(max_size=200), st.sampled_from([*range(20), *range(0x8000, 0x8009), 0x80FF, 0xFFFF]))
+def test_any_body_is_a_message_or_a_protocol_mismatch(body: bytes, kind: int) -> None:
+    for decode in (decode_request, decode_answer):
+        try:
+            decode(Frame(kind, 1, body))
+        except ProtocolMismatch:
+            continue
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.text(max_size=8)
+    | st.binary(max_size=40),
+    lambda inner: st.lists(inner, max_size=8) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=20,
+)
+
+
+@given(st.lists(values, max_size=9), st.sampled_from([*range(1, 15), *range(0x8001, 0x8008), 0x80FF]))
+def test_any_values_are_a_message_or_a_protocol_mismatch(body: list[object], kind: int) -> None:
+    for decode in (decode_request, decode_answer):
+        try:
+            decode(Frame(kind, 1, msgpack.packb(body)))
+        except ProtocolMismatch:
+            continue
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        msgpack.packb(1),
+        msgpack.packb({"a": 1}),
+        msgpack.packb([{"a": 1}]),
+        b"\x91\x82\xa1a\x01\xa1a\x02",
+        msgpack.packb([msgpack.ExtType(1, b"x")]),
+        b"\x91\xd6\xff\x00\x00\x00\x01",
+        msgpack.packb([0] * 65),
+        msgpack.packb(["x" * 4097]),
+        msgpack.packb([1]) + b"\x00",
+        b"\x91" * 5000,
+        b"\xdd\xff\xff\xff\xff",
+        b"\x91\xc6\xff\xff\xff\xff",
+        b"\x91\xa2\xff\xfe",
+        b"\xc1",
+    ],
+    ids=[
+        "empty",
+        "scalar",
+        "map",
+        "inner map",
+        "duplicate keys",
+        "extension",
+        "timestamp",
+        "long array",
+        "long text",
+        "rest",
+        "deep",
+        "array bomb",
+        "bytes bomb",
+        "bad utf-8",
+        "reserved byte",
+    ],
+)
+def test_a_body_that_breaks_the_bounds_is_refused(body: bytes) -> None:
+    with pytest.raises(ProtocolMismatch):
+        decode_body(body)
+
+
+def test_a_prefix_of_another_version_or_magic_or_size_is_refused() -> None:
+    good = encode_message(Ping(), 1)
+    for bad, words in (
+        (b"HTTP" + good[4:], "begins with"),
+        (good[:4] + b"\x02\x00" + good[6:], "version 2"),
+        (good[:16] + (MAX_BODY_BYTES + 1).to_bytes(4, "little"), "limit"),
+    ):
+        with pytest.raises(ProtocolMismatch, match=words):
+            FrameDecoder(bad).next_frame()
+
+
+def test_a_body_above_the_limit_is_not_sent() -> None:
+    with pytest.raises(ProtocolMismatch, match="limit"):
+        encode_frame(1, 1, (bytes(MAX_BODY_BYTES),))
+
+
+def test_a_request_with_the_most_keys_fits_and_one_more_is_refused() -> None:
+    keys_blob = [BlockKey(bytes(32))] * MAX_KEYS
+    most = ChainRef(PrefixChain(_DIGEST, tuple(keys_blob), 16))
+
+    assert decode_request(_frame(encode_message(Match(most, 1), 1))) == Match(most, 1)
+    values_of_more = (_DIGEST, 16, 0, None, bytes(32 * (MAX_KEYS + 1)), b"", 1)
+    with pytest.raises(ProtocolMismatch, match="keys"):
+        decode_request(Frame(Match.KIND, 1, msgpack.packb(values_of_more)))

@@ -1,0 +1,84 @@
+"""Copies between arena and caller: what is checked after the copy, and when copying stops."""
+
+from itertools import count
+
+import numpy as np
+import pytest
+
+from kvstore.checksum import checksum
+from kvstore.errors import InvalidRequest
+from kvstore.messages import LentSlot, ReadySlot
+from kvstore.transfer import ReadEnd, byte_view, read_slots, write_slots
+
+
+class FakeArena:
+    """Slots of 8 bytes at multiples of 8; the generation is what a test says."""
+
+    def __init__(self) -> None:
+        self.memory = bytearray(range(64))
+        self.generations = dict.fromkeys(range(0, 64, 8), 1)
+
+    def slot(self, offset: int, length_bytes: int) -> memoryview:
+        return memoryview(self.memory)[offset : offset + length_bytes]
+
+    def generation(self, offset: int) -> int:
+        return self.generations[offset]
+
+
+def _ready(arena: FakeArena, *offsets: int) -> list[ReadySlot]:
+    return [ReadySlot(offset, 1, checksum(arena.slot(offset, 8))) for offset in offsets]
+
+
+def _never() -> bool:
+    return False
+
+
+def test_a_slot_that_changed_hands_during_the_copy_is_stale() -> None:
+    arena = FakeArena()
+    slots = _ready(arena, 0, 8, 16)
+    arena.generations[8] = 2
+
+    assert read_slots(arena, slots, [np.zeros(8, np.uint8)] * 3, _never) == (1, ReadEnd.STALE)
+
+
+def test_a_slot_with_other_bytes_is_damaged() -> None:
+    arena = FakeArena()
+    slots = _ready(arena, 0, 8)
+    arena.memory[8] ^= 1
+
+    assert read_slots(arena, slots, [np.zeros(8, np.uint8)] * 2, _never) == (1, ReadEnd.DAMAGED)
+
+
+def test_reading_stops_before_the_next_block_when_told() -> None:
+    arena = FakeArena()
+    asked = count()
+
+    end = read_slots(arena, _ready(arena, 0, 8, 16), [np.zeros(8, np.uint8)] * 3, lambda: next(asked) == 2)
+
+    assert end == (2, ReadEnd.STOPPED)
+
+
+def test_a_lent_slot_in_another_generation_is_not_written() -> None:
+    arena = FakeArena()
+    arena.generations[8] = 2
+    before = bytes(arena.memory[8:])
+
+    written = write_slots(
+        arena, [LentSlot(0, 0, 1), LentSlot(1, 8, 1)], [np.full(8, 9, np.uint8)] * 2, _never
+    )
+
+    assert [slot.position for slot in written] == [0]
+    assert arena.memory[:8] == b"\x09" * 8
+    assert arena.memory[8:] == before
+
+
+def test_writing_stops_before_the_next_block_when_told() -> None:
+    arena = FakeArena()
+
+    assert write_slots(arena, [LentSlot(0, 0, 1)], [np.zeros(8, np.uint8)], lambda: True) == []
+
+
+@pytest.mark.parametrize("buffer", [3, None, "text", np.zeros((4, 4), np.uint8).T, [1, 2]])
+def test_what_is_no_contiguous_buffer_is_refused(buffer: object) -> None:
+    with pytest.raises(InvalidRequest, match=r"^buffers"):
+        byte_view(buffer, "buffers")
