@@ -14,12 +14,13 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, CONTEXT = 3, 64, 4, 2, 16, 96, 1024
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 TEXT = (
-    "The harbour master keeps a log of every ship that comes and goes. In 1847 the old pier burned down, and the "
-    "new one was built of stone. Grüße aus Köln: größer, schöner, weiter! 你好,世界。 Ελληνικά γράμματα 🚢⚓"
+    "The harbour master keeps a log of every ship that comes and goes. In 1847 the old pier burned down, "
+    "and the new one was built of stone. Grüße aus Köln: größer, schöner, weiter! 你好,世界。 Ελληνικά γράμματα 🚢⚓"
 )
 
 
