@@ -311,6 +311,12 @@ def default_address(environ: Mapping[str, str] = os.environ) -> str:
     return f"unix:{environ.get(SOCKET_VARIABLE) or ServerConfig().socket}"
 
 
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder for what can be fetched again: $XDG_CACHE_HOME/kvstore or ~/.cache/kvstore."""
+    base = environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "kvstore"
+
+
 def _tables(tree: Mapping[str, object], source: str) -> dict[str, Mapping[str, object]]:
     """Return the tables that are there by section name: ``tiers.dram``."""
     names = [kind.section for kind in SECTIONS]

@@ -16,7 +16,7 @@ from kvstore.keys import BlockKey, PrefixChain
 from kvstore.results import MissReason
 from kvstore.space import Space
 from kvstore.state import State
-from kvstore.tier import ReadOutcome, ReadRequest, ReadStatus, Slot, Tier
+from kvstore.tier import BlockId, ReadOutcome, ReadRequest, ReadStatus, Slot, Tier
 
 WriteThrough = Callable[..., None]
 """`Mover.write_through`."""
@@ -75,16 +75,33 @@ class Loader:
         for tier in state.lower:
             if not tier.is_shared or not unknown:
                 continue
-            if not tier.health().is_up:
-                trouble = MissReason.UNAVAILABLE
-            names = await tier.probe([shelf.block(key) for key in unknown], deadline_s=deadline_s)
-            found |= {key: (tier, name) for key, name in zip(unknown, names, strict=True) if name}
-            if not all(names) and state.clock() >= deadline_s:
+            names = await self._ask(tier, [shelf.block(key) for key in unknown], deadline_s)
+            if names is None:
                 trouble = MissReason.TIMED_OUT
-            elif not all(names) and not tier.health().is_up:
+                continue
+            found |= {key: (tier, name) for key, name in zip(unknown, names, strict=True) if name}
+            if not all(names) and not tier.health().is_up:
                 trouble = MissReason.UNAVAILABLE
+            elif not all(names) and state.clock() >= deadline_s:
+                trouble = MissReason.TIMED_OUT
             unknown = [key for key in unknown if key not in found]
         return found, trouble
+
+    async def _ask(
+        self, tier: Tier, blocks: Sequence[BlockId], deadline_s: float
+    ) -> Sequence[str | None] | None:
+        """Probe one tier, but wait no longer than until the deadline, whatever the tier does."""
+        probe = asyncio.create_task(tier.probe(blocks, deadline_s=deadline_s))
+        try:
+            await asyncio.wait([probe], timeout=max(0.0, deadline_s - self._state.clock()))
+        finally:
+            probe.cancel()
+        if not probe.done() or probe.cancelled():
+            return None
+        if probe.exception() is not None:
+            logger.error("%s: a probe failed", tier.name, exc_info=probe.exception())
+            return [None] * len(blocks)
+        return probe.result()
 
     def locate(
         self, shelf: Shelf, chain: PrefixChain, probed: dict[BlockKey, tuple[Tier, str]]

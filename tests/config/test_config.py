@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.config import Config, RemoteConfig, config_keys, default_address, load_config
+from kvstore.config import (
+    Config,
+    RemoteConfig,
+    cache_folder,
+    config_keys,
+    default_address,
+    load_config,
+)
 from kvstore.config_values import size_text
 from kvstore.errors import InvalidConfig
 
@@ -223,6 +230,11 @@ def test_the_file_is_found_through_the_environment(tmp_path: Path) -> None:
 def test_the_default_address_is_the_environments_socket_or_the_default_one() -> None:
     assert default_address({"KVSTORE_SOCKET": "/tmp/a.sock"}) == "unix:/tmp/a.sock"
     assert default_address({}) == "unix:/run/kvstore/kvstore.sock"
+
+
+def test_the_cache_folder_follows_the_environment_if_that_is_absolute() -> None:
+    assert cache_folder({"XDG_CACHE_HOME": "/c"}) == Path("/c/kvstore")
+    assert cache_folder({"XDG_CACHE_HOME": "c"}) == cache_folder({}) == Path.home() / ".cache/kvstore"
 
 
 @given(st.integers(1 << 20, 1 << 50))
