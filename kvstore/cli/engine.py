@@ -20,8 +20,8 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "engine",
         help="run the bundled inference engine",
         description="Serve a Llama-architecture model over HTTP (POST /v1/chat/completions, GET /v1/models),"
-        " reusing KV blocks from a store. Prints one JSON line with the URL on stdout when ready. SIGTERM ends"
-        " it. Exit status: 0 ended by a signal, 1 failed, 2 usage or bad input.",
+        " reusing KV blocks from a store. Prints one JSON line with the URL on stdout when ready. SIGTERM"
+        " ends it. Exit status: 0 ended by a signal, 1 failed, 2 usage or bad input.",
     )
     parser.add_argument("--model", type=Path, required=True, metavar="PATH", help="GGUF or model folder")
     parser.add_argument("--store", metavar="ADDRESS", help="address of a store (default: none)")

@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
 )
 TEXT = (
     "The harbour master keeps a log of every ship that comes and goes. In 1847 the old pier burned down, "
-    "and the new one was built of stone. Grüße aus Köln: größer, schöner, weiter! 你好,世界。 Ελληνικά γράμματα 🚢⚓"
+    "and the new one was built of stone. Grüße aus Köln: größer, schöner, weiter! 你好,世界。 Ελληνικά 🚢⚓"
 )
 
 
