@@ -67,8 +67,8 @@ def _remote_tier(config: RemoteConfig, clock: Callable[[], float]) -> Tier:
 
     return RemoteTier(
         config.url,
-        username=config.username,
-        password=config.password(),
+        user=config.username or "",
+        password=config.password() or "",
         key_prefix=config.key_prefix,
         ttl_s=config.ttl_s,
         timeout_s=config.timeout_s,

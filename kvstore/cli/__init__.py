@@ -83,7 +83,7 @@ def _register(module: str, subparsers: "argparse._SubParsersAction[argparse.Argu
     except ModuleNotFoundError as error:
         if error.name != module:
             raise KVStoreError(
-                f"the command needs the package {error.name}: pip install 'tiered-kvstore[server,engine,demo]'"
+                f"the command needs the package {error.name}: pip install 'tiered-kvstore[server,engine]'"
             ) from error
         return False
     loaded.register(subparsers)

@@ -52,23 +52,28 @@ class RemoteTier:
         self,
         url: str,
         *,
+        user: str = "",
         password: str = "",
         key_prefix: str = "kvstore",
         ttl_s: float | None = None,
         timeout_s: float = 0.5,
         num_connections: int = 4,
+        breaker_backoff_s: float = 0.25,
+        breaker_backoff_max_s: float = 8.0,
         tls: ssl.SSLContext | None = None,
         name: str = "remote",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._address = RespAddress.parse(url, password=password)
+        self._address = RespAddress.parse(url, user=user, password=password)
         self._tls = tls
         self._name = name
         self._clock = clock
         self._timeout_s = timeout_s
         self._names = KeyNames(key_prefix, ttl_s)
         self._lookup = AddressLookup(self._address)
-        self._breaker = CircuitBreaker(clock=clock)
+        self._breaker = CircuitBreaker(
+            clock=clock, delay_s=breaker_backoff_s, max_delay_s=breaker_backoff_max_s
+        )
         self._reads = Jobs(f"{name}-read", num_connections)
         self._writes = Jobs(f"{name}-write", max(1, num_connections // 2))
         self._idle: list[RespConnection] = []

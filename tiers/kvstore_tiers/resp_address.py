@@ -25,8 +25,8 @@ class RespAddress:
     password: str = field(default="", repr=False)
 
     @classmethod
-    def parse(cls, url: str, *, password: str = "") -> "RespAddress":
-        """Return the address in a URL; ``password`` takes precedence over one in the URL.
+    def parse(cls, url: str, *, user: str = "", password: str = "") -> "RespAddress":
+        """Return the address in a URL; ``user`` and ``password`` take precedence over those in the URL.
 
         Raises:
             InvalidConfig: another scheme, or a part that is missing or wrong. Never quotes the credentials.
@@ -36,7 +36,8 @@ class RespAddress:
             port = parts.port or _DEFAULT_PORT
         except ValueError as error:
             raise InvalidConfig(f"remote: the url has a bad port or host: {_EXPECTED}") from error
-        user, secret = unquote(parts.username or ""), password or unquote(parts.password or "")
+        user = user or unquote(parts.username or "")
+        secret = password or unquote(parts.password or "")
         if parts.scheme == "unix":
             path = unquote(parts.path)
             if not path.startswith("/") or len(path.encode()) > _PATH_MAX_BYTES:
