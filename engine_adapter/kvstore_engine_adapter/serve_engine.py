@@ -100,6 +100,8 @@ async def _serve(
                 f"engine: {options.host}:{options.port} cannot be listened on: {error.strerror}: "
                 "choose another --port, or 0 for a free one"
             ) from error
+        if stopped.is_set():
+            return
         host, port = runner.addresses[0][:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         announce({"event": "ready", "url": url, "context_tokens": engine.context_tokens})

@@ -8,7 +8,7 @@ from kvstore_engine_adapter.attention import TorchAttention
 from kvstore_engine_adapter.llama import LlamaModel
 from kvstore_engine_adapter.model import load_model
 from kvstore_engine_adapter.model_config import RopeConfig
-from kvstore_engine_adapter.page_pool import PagePool
+from kvstore_engine_adapter.page_pool import TORCH_DTYPES, PagePool
 from tests.engine.conftest import CPU
 from tests.engine.tiny_model import HEAD_DIM, KV_HEADS, LAYERS, TinyModel, reference_logits
 
@@ -105,10 +105,11 @@ def test_every_rope_parameter_is_in_its_description():
     assert len({rope.describe() for rope in ropes}) == len(ropes)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("block_tokens", [16, 24, 128])
-def test_logits_are_equal_to_the_bit_however_many_blocks_are_reused(tiny_bf16, tiny_f32, dtype, block_tokens):
-    runner = Runner(tiny_bf16 if dtype == "bfloat16" else tiny_f32, block_tokens=block_tokens, dtype=dtype)
+def test_logits_are_equal_to_the_bit_however_many_blocks_are_reused(tiny_gguf, dtype, block_tokens):
+    model = load_model(tiny_gguf, dtype=TORCH_DTYPES[dtype], device=CPU)
+    runner = Runner(model, block_tokens=block_tokens, dtype=dtype)
     tokens = some_tokens(397)
     cold = runner.prefill(tokens)
     for blocks in range(1, 397 // block_tokens + 1):

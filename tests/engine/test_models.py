@@ -100,6 +100,24 @@ def test_a_missing_tensor_is_named(tiny, tmp_path):
         load(path)
 
 
+def test_a_tensor_without_elements_is_refused(tiny, tmp_path):
+    path = tmp_path / "m.gguf"
+    tiny.write_gguf(path)
+    data = bytearray(path.read_bytes())
+    row = data.index(b"blk.0.attn_q.weight") + len("blk.0.attn_q.weight") + 4
+    data[row : row + 8] = bytes(8)
+    path.write_bytes(data)
+    with pytest.raises(UnsupportedModel, match=r"blk\.0\.attn_q\.weight of shape \[64, 0\]"):
+        load(path)
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path):
+    tiny = TinyModel()
+    tiny.tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = float("nan")
+    with pytest.raises(UnsupportedModel, match=r"layers\.1\.mlp\.up_proj\.weight holds numbers"):
+        load(tiny.write_folder(tmp_path / "m"))
+
+
 def test_a_path_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(UnsupportedModel, match="no such file or folder"):
         load(tmp_path / "nothing")
@@ -111,6 +129,19 @@ def test_a_path_that_does_not_exist_is_refused(tmp_path):
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 4096 * 6.283185307179586,
+                }
+            },
+            "original_max_position_embeddings",
+        ),
+        ({"rope_theta": float("inf")}, "rope"),
         ({"hidden_size": "64"}, "hidden_size"),
         ({"hidden_size": 128}, "shape"),
         ({"num_key_value_heads": 3}, "multiple"),
