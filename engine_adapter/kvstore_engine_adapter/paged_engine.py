@@ -158,10 +158,11 @@ class PagedEngine:
         running, self._running = self._running, None
         if running is None:
             return
-        for task in running.tasks:
+        others = running.tasks - {asyncio.current_task()}
+        for task in others:
             task.cancel()
-        if running.tasks:
-            await asyncio.wait(running.tasks)
+        if others:
+            await asyncio.wait(others)
         if running.supply.manager is not None:
             await running.supply.manager.close()
         running.worker.close()
