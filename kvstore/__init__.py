@@ -1,9 +1,30 @@
 """Tiered KV-cache storage for LLM inference: names, layouts and the clients."""
 
+from kvstore.async_client import AsyncKVStore
+from kvstore.calls import FetchResult
+from kvstore.client import KVStore
+from kvstore.client_state import ClientStats, Timeouts
 from kvstore.errors import KVStoreError
 from kvstore.keys import BlockKey, Namespace, PrefixChain
 from kvstore.layout import KVLayout, Part
+from kvstore.results import MissReason, PrefixMatch, PutResult
 
 __version__ = "0.1.0"
 
-__all__ = ["BlockKey", "KVLayout", "KVStoreError", "Namespace", "Part", "PrefixChain", "__version__"]
+__all__ = [
+    "AsyncKVStore",
+    "BlockKey",
+    "ClientStats",
+    "FetchResult",
+    "KVLayout",
+    "KVStore",
+    "KVStoreError",
+    "MissReason",
+    "Namespace",
+    "Part",
+    "PrefixChain",
+    "PrefixMatch",
+    "PutResult",
+    "Timeouts",
+    "__version__",
+]

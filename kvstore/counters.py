@@ -19,7 +19,8 @@ class LookupCounters:
         """Count one request for ``num_blocks`` blocks whose leading blocks came from ``origins``."""
         self.requests += 1
         self.lookups += num_blocks
-        self.hits.update(origins)
+        for origin, count in Counter(origins).items():
+            self.hits[origin] += count
         if len(origins) < num_blocks:
             self.misses[(reason or MissReason.NEVER_SEEN).value] += 1
             self.misses[MissReason.BEHIND_MISS.value] += num_blocks - len(origins) - 1

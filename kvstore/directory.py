@@ -15,7 +15,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.keys import BlockKey, NamespaceDigest
 from kvstore.layout import KVLayout, Part
 from kvstore.results import MissReason
-from kvstore.tier import BlockHeader, BlockId, ReadOutcome, Slot
+from kvstore.tier import BlockHeader, BlockId, ReadOutcome, Slot, StorageKey
 
 GONE_RECORDS = 65_536
 """How many blocks that are gone are remembered with the reason; the oldest are forgotten first."""
@@ -45,7 +45,7 @@ class Copy:
 
 @dataclass(slots=True, eq=False)
 class BlockEntry:
-    """All that is known of one block (one part of it).
+    """All that is known of one block (one part of it). ``name`` is what policies and records call it.
 
     ``leases`` counts external leases, ``holds`` internal ones (a transfer or a running fetch). ``loading``
     is set while a copy is on its way into the top tier: its result is the outcome of the read. ``fastest``
@@ -54,7 +54,9 @@ class BlockEntry:
     while the block itself was never seen and the entry only carries those counts.
     """
 
-    block: BlockId
+    shelf: "Shelf"
+    key: BlockKey
+    name: StorageKey
     parent: BlockKey | None
     depth: int
     copies: dict[str, Copy] = field(default_factory=dict)
@@ -64,6 +66,16 @@ class BlockEntry:
     loading_origin: str = ""
     children: dict[str, int] = field(default_factory=dict)
     fastest: str | None = None
+
+    @property
+    def block(self) -> BlockId:
+        """Its id, as tiers want it."""
+        return BlockId(self.shelf.namespace, self.shelf.part, self.key)
+
+    @property
+    def length_bytes(self) -> int:
+        """Its payload bytes."""
+        return self.shelf.length_bytes
 
     def is_ready(self, tier: str) -> bool:
         """Whether the tier has a READY copy."""
@@ -94,9 +106,18 @@ class Shelf:
     length_bytes: int
     entries: dict[BlockKey, BlockEntry] = field(default_factory=dict)
 
+    part_bytes: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.part_bytes = self.part.pack()
+
     def block(self, key: BlockKey) -> BlockId:
         """The id of the block of that key on this shelf."""
         return BlockId(self.namespace, self.part, key)
+
+    def name(self, key: BlockKey) -> StorageKey:
+        """The storage key of the block of that key on this shelf."""
+        return StorageKey(key + self.part_bytes)
 
 
 class Directory:
@@ -110,7 +131,8 @@ class Directory:
         self._certain_tiers = tuple(certain_tiers)
         self._shelves: dict[tuple[NamespaceDigest, Part], Shelf] = {}
         self._layouts: dict[NamespaceDigest, KVLayout] = {}
-        self._gone: OrderedDict[BlockId, MissReason] = OrderedDict()
+        self._by_name: dict[StorageKey, BlockEntry] = {}
+        self._gone: OrderedDict[StorageKey, MissReason] = OrderedDict()
 
     def open_namespace(self, digest: NamespaceDigest, layout: KVLayout) -> None:
         """Make a namespace known.
@@ -154,24 +176,15 @@ class Directory:
         self.set_copy(entry, tier, Copy(CopyState.READY))
         return entry
 
-    def shelf_of(self, block: BlockId) -> Shelf:
-        """Return the shelf of a block that is or was filed."""
-        return self._shelves[block.namespace, block.part]
-
-    def length_bytes(self, block: BlockId) -> int:
-        """Payload bytes of a block that is or was filed."""
-        return self.shelf_of(block).length_bytes
-
-    def find(self, block: BlockId) -> BlockEntry | None:
+    def find(self, name: StorageKey) -> BlockEntry | None:
         """Return the entry of a block, or None."""
-        shelf = self._shelves.get((block.namespace, block.part))
-        return shelf.entries.get(block.key) if shelf else None
+        return self._by_name.get(name)
 
     def entry(self, shelf: Shelf, key: BlockKey, parent: BlockKey, depth: int) -> BlockEntry:
         """Return the entry of a key, made if there is none."""
         entry = shelf.entries.get(key)
         if entry is None:
-            entry = shelf.entries[key] = BlockEntry(shelf.block(key), parent, depth)
+            entry = self._new_entry(shelf, key, parent, depth)
         elif entry.parent is None:
             entry.parent = parent
         return entry
@@ -195,7 +208,7 @@ class Directory:
         if copy.is_counted:
             self._uncount_at_parent(entry, tier)
         if reason is not None and not entry.residency():
-            self._remember_gone(entry.block, reason)
+            self._remember_gone(entry.name, reason)
         self.prune(entry)
         return copy
 
@@ -203,29 +216,33 @@ class Directory:
         """Forget an entry that has no copies, no counted children, and that nobody holds."""
         if entry.copies or entry.is_kept or entry.loading is not None or any(entry.children.values()):
             return
-        shelf = self._shelves[entry.block.namespace, entry.block.part]
-        if shelf.entries.get(entry.block.key) is entry:
-            del shelf.entries[entry.block.key]
+        if self._by_name.get(entry.name) is entry:
+            del self._by_name[entry.name]
+            del entry.shelf.entries[entry.key]
 
-    def why_gone(self, block: BlockId) -> MissReason:
+    def why_gone(self, name: StorageKey) -> MissReason:
         """Return why a block that is not stored is missing: NEVER_SEEN unless a record says more."""
-        return self._gone.get(block, MissReason.NEVER_SEEN)
+        return self._gone.get(name, MissReason.NEVER_SEEN)
 
-    def forget_gone(self, block: BlockId) -> None:
+    def forget_gone(self, name: StorageKey) -> None:
         """Drop the record of a block that is stored again."""
-        self._gone.pop(block, None)
+        self._gone.pop(name, None)
 
     def entries(self) -> Iterator[BlockEntry]:
         """Yield every entry."""
-        for shelf in self._shelves.values():
-            yield from shelf.entries.values()
+        yield from self._by_name.values()
+
+    def _new_entry(self, shelf: Shelf, key: BlockKey, parent: BlockKey | None, depth: int) -> BlockEntry:
+        entry = BlockEntry(shelf, key, shelf.name(key), parent, depth)
+        shelf.entries[key] = self._by_name[entry.name] = entry
+        return entry
 
     def _update_fastest(self, entry: BlockEntry) -> None:
         entry.fastest = next((tier for tier in self._certain_tiers if entry.is_ready(tier)), None)
 
-    def _remember_gone(self, block: BlockId, reason: MissReason) -> None:
-        self._gone[block] = reason
-        self._gone.move_to_end(block)
+    def _remember_gone(self, name: StorageKey, reason: MissReason) -> None:
+        self._gone[name] = reason
+        self._gone.move_to_end(name)
         if len(self._gone) > GONE_RECORDS:
             self._gone.popitem(last=False)
 
@@ -237,19 +254,16 @@ class Directory:
         """
         if entry.depth == 0 or entry.parent is None:
             return False
-        shelf = self._shelves[entry.block.namespace, entry.block.part]
-        parent = shelf.entries.get(entry.parent)
+        parent = entry.shelf.entries.get(entry.parent)
         if parent is None:
-            parent = BlockEntry(shelf.block(entry.parent), None, entry.depth - 1)
-            shelf.entries[entry.parent] = parent
+            parent = self._new_entry(entry.shelf, entry.parent, None, entry.depth - 1)
         if parent.depth != entry.depth - 1:
             return False
         parent.children[tier] = parent.children.get(tier, 0) + 1
         return True
 
     def _uncount_at_parent(self, entry: BlockEntry, tier: str) -> None:
-        shelf = self._shelves[entry.block.namespace, entry.block.part]
-        assert entry.parent is not None
-        parent = shelf.entries[entry.parent]
+        assert entry.parent is not None, "a copy that is counted has a parent"
+        parent = entry.shelf.entries[entry.parent]
         parent.children[tier] -= 1
         self.prune(parent)

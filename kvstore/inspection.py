@@ -30,7 +30,7 @@ async def check_manager(state: State, *, sample_blocks: int) -> list[str]:
 
 def _slots_balance(state: State) -> Iterator[str]:
     granule = ALIGNMENT_BYTES if state.top.medium is Medium.DRAM else 1
-    known = [state.directory.length_bytes(entry.block) for entry, _ in _top_copies(state)]
+    known = [entry.length_bytes for entry, _ in _top_copies(state)]
     lent = [lent.length_bytes for lent in state.leases.lent_slots()]
     expected = sum(-(-length // granule) * granule for length in (*known, *lent))
     if expected != state.top.used_bytes:
@@ -46,13 +46,13 @@ def _slots_balance(state: State) -> Iterator[str]:
 def _copies_are_sound(state: State) -> Iterator[str]:
     known = {tier: set(policy.candidates()) for tier, policy in state.policies.items()}
     for entry in state.directory.entries():
-        name = entry.block.key.hex()[:12]
+        name = entry.key.hex()[:12]
         if entry.leases and state.top.name not in entry.copies:
             yield f"block {name}: leased, but not in {state.top.name}"
         if entry.leases < 0 or entry.holds < 0:
             yield f"block {name}: negative count of leases or holds"
-        for tier, blocks in known.items():
-            if entry.is_ready(tier) != (entry.block in blocks):
+        for tier, names in known.items():
+            if entry.is_ready(tier) != (entry.name in names):
                 yield f"block {name}: its state in {tier} and the order of its policy disagree"
 
 
@@ -78,7 +78,7 @@ async def _check_top_sample(state: State, sample_blocks: int) -> list[str]:
         copy = entry.copies.get(state.top.name)
         if copy is None or copy.slot is None or copy.state is not CopyState.READY:
             continue
-        length = state.directory.length_bytes(entry.block)
+        length = entry.length_bytes
         with state.holding() as held:
             state.hold(entry, held)
             async with state.top.reading([copy.slot], length) as buffers:
@@ -95,11 +95,10 @@ async def _check_lower_sample(state: State, tier: Tier, sample_blocks: int) -> l
     for entry in stored[:sample_blocks]:
         if not entry.is_ready(tier.name):
             continue
-        shelf = state.directory.shelf_of(entry.block)
-        buffer = _aligned_buffer(shelf.length_bytes)
+        buffer = _aligned_buffer(entry.length_bytes)
         with state.holding() as held:
             state.hold(entry, held)
-            request = ReadRequest(entry.block, shelf.layout, shelf.length_bytes, buffer)
+            request = ReadRequest(entry.block, entry.shelf.layout, entry.length_bytes, buffer)
             (outcome,) = await tier.read([request], deadline_s=state.clock() + _READ_TIMEOUT_S)
             if outcome.status in _BAD and entry.is_ready(tier.name):
                 problems.append(_corrupt(state, tier.name, entry, outcome.status.value))
@@ -112,7 +111,7 @@ _BAD = (ReadStatus.CORRUPT, ReadStatus.MISMATCH, ReadStatus.ABSENT)
 
 def _corrupt(state: State, tier: str, entry: BlockEntry, what: str = "corrupt") -> str:
     state.counters.corrupt[tier] += 1
-    return f"block {entry.block.key.hex()[:12]}: its copy in {tier} is {what}; dropped"
+    return f"block {entry.key.hex()[:12]}: its copy in {tier} is {what}; dropped"
 
 
 def _aligned_buffer(length_bytes: int) -> memoryview:

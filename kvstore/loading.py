@@ -16,7 +16,7 @@ from kvstore.keys import BlockKey, PrefixChain
 from kvstore.results import MissReason
 from kvstore.space import Space
 from kvstore.state import State
-from kvstore.tier import ReadOutcome, ReadRequest, ReadStatus, Slot, Tier
+from kvstore.tier import BlockId, ReadOutcome, ReadRequest, ReadStatus, Slot, Tier
 
 WriteThrough = Callable[..., None]
 """`Mover.write_through`."""
@@ -75,16 +75,33 @@ class Loader:
         for tier in state.lower:
             if not tier.is_shared or not unknown:
                 continue
-            if not tier.health().is_up:
-                trouble = MissReason.UNAVAILABLE
-            names = await tier.probe([shelf.block(key) for key in unknown], deadline_s=deadline_s)
-            found |= {key: (tier, name) for key, name in zip(unknown, names, strict=True) if name}
-            if not all(names) and state.clock() >= deadline_s:
+            names = await self._ask(tier, [shelf.block(key) for key in unknown], deadline_s)
+            if names is None:
                 trouble = MissReason.TIMED_OUT
-            elif not all(names) and not tier.health().is_up:
+                continue
+            found |= {key: (tier, name) for key, name in zip(unknown, names, strict=True) if name}
+            if not all(names) and not tier.health().is_up:
                 trouble = MissReason.UNAVAILABLE
+            elif not all(names) and state.clock() >= deadline_s:
+                trouble = MissReason.TIMED_OUT
             unknown = [key for key in unknown if key not in found]
         return found, trouble
+
+    async def _ask(
+        self, tier: Tier, blocks: Sequence[BlockId], deadline_s: float
+    ) -> Sequence[str | None] | None:
+        """Probe one tier, but wait no longer than until the deadline, whatever the tier does."""
+        probe = asyncio.create_task(tier.probe(blocks, deadline_s=deadline_s))
+        try:
+            await asyncio.wait([probe], timeout=max(0.0, deadline_s - self._state.clock()))
+        finally:
+            probe.cancel()
+        if not probe.done() or probe.cancelled():
+            return None
+        if probe.exception() is not None:
+            logger.error("%s: a probe failed", tier.name, exc_info=probe.exception())
+            return [None] * len(blocks)
+        return probe.result()
 
     def locate(
         self, shelf: Shelf, chain: PrefixChain, probed: dict[BlockKey, tuple[Tier, str]]
@@ -140,7 +157,7 @@ class Loader:
         state = self._state
         # Room was made across an await: others may have loaded the block, or taken the room.
         todo = [item for item in wanted if self._needs_load(item.entry)]
-        slots = self._take_slots(shelf.length_bytes, len(todo))
+        slots = state.take_slots(shelf.length_bytes, len(todo))
         by_source: dict[str, list[tuple[Located, Slot]]] = {}
         for item, slot in zip(todo, slots, strict=False):
             assert item.source is not None, "a block that needs a load has no source"
@@ -155,15 +172,6 @@ class Loader:
                 task = asyncio.create_task(self._run_load(shelf, part, patience_s))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-
-    def _take_slots(self, length_bytes: int, count: int) -> list[Slot]:
-        top = self._state.top
-        if top.has_room(length_bytes, count):
-            return top.allocate(length_bytes, count)
-        slots: list[Slot] = []
-        while len(slots) < count and top.has_room(length_bytes):
-            slots += top.allocate(length_bytes)
-        return slots
 
     async def _run_load(self, shelf: Shelf, batch: list[tuple[Located, Slot]], deadline_s: float) -> None:
         """Read one batch from one tier and settle every block of it, whatever happens."""

@@ -115,7 +115,7 @@ class BlockManager:
     async def match(
         self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
     ) -> PrefixMatch:
-        """Count the leading blocks that are stored, and say where. No payload moves.
+        """Count the leading blocks that are stored, and say where. No payload moves, and it is no use.
 
         Raises:
             InvalidRequest: the namespace is not open.
@@ -132,7 +132,6 @@ class BlockManager:
         reason = None
         if len(tiers) < len(chain):
             tiers, reason = await self._match_by_probe(shelf, chain, self._deadline_s(timeout_s))
-        self._touch(shelf, chain, len(tiers))
         state.counters.match.count(len(chain), tiers, reason)
         return PrefixMatch(len(tiers), tuple(tiers), reason)
 
@@ -155,23 +154,15 @@ class BlockManager:
         state = self._state
         deadline_s = self._deadline_s(timeout_s)
         shelf = state.directory.shelf(chain.namespace, part)
+        on_top = self._all_on_top(shelf, chain)
+        if on_top is not None:
+            return self._lease_to(owner, shelf, chain, on_top, [state.top.name] * len(on_top), None)
         with state.holding() as held:
             origins, reason = await self._bring_up(shelf, chain, held, deadline_s)
-            blocks: tuple[FetchedBlock, ...] = ()
-            lease = None
-            if origins and not state.leases.is_live(owner):
-                origins, reason = [], MissReason.UNAVAILABLE
-            if origins:
-                entries = [shelf.entries[key] for key in chain.keys[: len(origins)]]
-                lease = state.leases.grant(owner, entries, state.clock() + state.settings.lease_s)
-                blocks = tuple(
-                    self._fetched(entry, shelf, origin)
-                    for entry, origin in zip(entries, origins, strict=True)
-                )
-        self._touch(shelf, chain, len(blocks))
-        state.counters.fetch.count(len(chain), origins, reason)
+            entries = [shelf.entries[key] for key in chain.keys[: len(origins)]]
+            fetched = self._lease_to(owner, shelf, chain, entries, origins, reason)
         self._note_fill()
-        return Fetched(blocks, lease, reason)
+        return fetched
 
     async def prefetch(
         self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
@@ -213,9 +204,7 @@ class BlockManager:
         await self._space.make_room_on_top(shelf.length_bytes, len(missing), deadline_s=deadline_s)
         if not state.leases.is_live(owner):
             return []
-        slots: list[Slot] = []
-        while len(slots) < len(missing) and state.top.has_room(shelf.length_bytes):
-            slots += state.top.allocate(shelf.length_bytes)
+        slots = state.take_slots(shelf.length_bytes, len(missing))
         state.counters.puts["dropped"] += len(missing) - len(slots)
         self._lend(owner, slots, shelf.length_bytes)
         return [
@@ -333,7 +322,7 @@ class BlockManager:
             await self._space.drop_copies(tier, going, MissReason.DROPPED)
             dropped.update(going)
             if tier.is_shared:
-                leased = {entry.block.key for entry in entries if entry.is_kept}
+                leased = {entry.key for entry in entries if entry.is_kept}
                 await tier.drop([shelf.block(key) for key in chain.keys if key not in leased])
         return len(dropped)
 
@@ -380,7 +369,7 @@ class BlockManager:
             if entry is None:
                 strangers.append(header.block)
             else:
-                state.policies[tier.name].insert([entry.block])
+                state.policies[tier.name].insert([entry.name])
         if strangers:
             logger.warning("%s: %d blocks contradict their namespace: dropped", tier.name, len(strangers))
             await tier.drop(strangers)
@@ -397,7 +386,7 @@ class BlockManager:
             elif key in probed:
                 tiers.append(probed[key][1])
             else:
-                gone = self._state.directory.why_gone(shelf.block(key))
+                gone = self._state.directory.why_gone(shelf.name(key))
                 return tiers, trouble or gone
         return tiers, None
 
@@ -417,7 +406,7 @@ class BlockManager:
             for item in located[before:]:
                 state.hold(item.entry, held)
             if len(located) < len(chain):
-                reason = trouble or state.directory.why_gone(shelf.block(chain.keys[len(located)]))
+                reason = trouble or state.directory.why_gone(shelf.name(chain.keys[len(located)]))
         num_ready, load_reason = await self._loader.load(shelf, located, deadline_s=deadline_s)
         return [item.origin for item in located[:num_ready]], load_reason or reason
 
@@ -450,16 +439,52 @@ class BlockManager:
                 missing.append(index)
         return missing
 
-    def _fetched(self, entry: BlockEntry, shelf: Shelf, origin: str) -> FetchedBlock:
+    def _all_on_top(self, shelf: Shelf, chain: PrefixChain) -> list[BlockEntry] | None:
+        """Return the entries of a chain that is READY in the top tier as a whole, else None."""
+        top = self._state.top.name
+        get = shelf.entries.get
+        entries: list[BlockEntry] = []
+        for key in chain.keys:
+            entry = get(key)
+            if entry is None or entry.fastest != top:
+                return None
+            entries.append(entry)
+        return entries
+
+    def _lease_to(
+        self,
+        owner: Owner,
+        shelf: Shelf,
+        chain: PrefixChain,
+        entries: Sequence[BlockEntry],
+        origins: list[str],
+        reason: MissReason | None,
+    ) -> Fetched:
+        """Lease READY leading blocks to whoever asked for a chain, and count how its lookups ended."""
+        state = self._state
+        blocks: tuple[FetchedBlock, ...] = ()
+        lease = None
+        if entries and not state.leases.is_live(owner):
+            entries, origins, reason = [], [], MissReason.UNAVAILABLE
+        if entries:
+            lease = state.leases.grant(owner, entries, state.clock() + state.settings.lease_s)
+            blocks = tuple(map(self._fetched, entries, origins))
+        for policy in state.policies.values():
+            policy.touch([entry.name for entry in entries])
+        state.counters.fetch.count(len(chain), origins, reason)
+        return Fetched(blocks, lease, reason)
+
+    def _fetched(self, entry: BlockEntry, origin: str) -> FetchedBlock:
         copy = entry.copies[self._state.top.name]
         assert copy.slot is not None, "a READY copy in the top tier has no slot"
         generation = self._state.top.generation(copy.slot)
-        return FetchedBlock(copy.slot, generation, shelf.length_bytes, copy.checksum, origin)
+        return FetchedBlock(copy.slot, generation, entry.length_bytes, copy.checksum, origin)
 
     def _touch(self, shelf: Shelf, chain: PrefixChain, num_blocks: int) -> None:
-        blocks = [shelf.block(key) for key in chain.keys[:num_blocks]]
+        entries = shelf.entries
+        names = [entries[key].name for key in chain.keys[:num_blocks] if key in entries]
         for policy in self._state.policies.values():
-            policy.touch(blocks)
+            policy.touch(names)
 
     def _lend(self, owner: Owner, slots: Sequence[Slot], length_bytes: int) -> None:
         deadline_s = self._state.clock() + self._state.settings.lease_s

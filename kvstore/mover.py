@@ -155,8 +155,7 @@ class Mover:
             if not entry.is_ready(state.top.name):
                 state.counters.write_drops[f"{tier.name}/left_top"] += 1
                 continue
-            length = state.directory.length_bytes(entry.block)
-            by_length.setdefault(length, []).append((entry, is_demotion))
+            by_length.setdefault(entry.length_bytes, []).append((entry, is_demotion))
         for length, group in by_length.items():
             # A tier is never asked to empty itself for one batch.
             limit = max(1, tier.capacity_bytes // (4 * length)) if tier.capacity_bytes else len(group)
@@ -212,13 +211,12 @@ class Mover:
         return statuses
 
     def _header(self, entry: BlockEntry, length: int, payload_sum: int) -> BlockHeader:
-        shelf = self._state.directory.shelf_of(entry.block)
         assert entry.parent is not None, "a stored block has a parent"
         return BlockHeader(
             block=entry.block,
             parent=entry.parent,
             depth=entry.depth,
-            layout=shelf.layout,
+            layout=entry.shelf.layout,
             length_bytes=length,
             checksum=payload_sum,
         )
@@ -238,7 +236,7 @@ class Mover:
         if status is WriteStatus.OK:
             state.mark_ready(entry, tier.name)
             transfer.blocks += 1
-            transfer.bytes += state.directory.length_bytes(entry.block)
+            transfer.bytes += entry.length_bytes
             return
         state.directory.remove_copy(entry, tier.name)
         transfer.failures[status.value] += 1

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from kvstore.errors import InvalidConfig
-from kvstore.tier import BlockId
+from kvstore.tier import StorageKey
 
 
 class EvictionPolicy(Protocol):
@@ -15,16 +15,16 @@ class EvictionPolicy(Protocol):
     child in the same tier is no victim before that child.
     """
 
-    def insert(self, blocks: Sequence[BlockId]) -> None:
+    def insert(self, blocks: Sequence[StorageKey]) -> None:
         """Learn of new blocks of one chain, in chain order. A known block is touched."""
 
-    def touch(self, blocks: Sequence[BlockId]) -> None:
+    def touch(self, blocks: Sequence[StorageKey]) -> None:
         """Learn of a use of blocks of one chain, in chain order. Unknown ones are ignored."""
 
-    def remove(self, block: BlockId) -> None:
+    def remove(self, block: StorageKey) -> None:
         """Forget a block. An unknown one is ignored."""
 
-    def candidates(self) -> Iterator[BlockId]:
+    def candidates(self) -> Iterator[StorageKey]:
         """Yield blocks, least worth keeping first. Stale once the policy is changed."""
 
     def __len__(self) -> int: ...
@@ -39,25 +39,25 @@ class LruPolicy:
     """
 
     def __init__(self) -> None:
-        self._order: OrderedDict[BlockId, None] = OrderedDict()
+        self._order: OrderedDict[StorageKey, None] = OrderedDict()
 
-    def insert(self, blocks: Sequence[BlockId]) -> None:
+    def insert(self, blocks: Sequence[StorageKey]) -> None:
         """Make the blocks the most recent ones, the first of the chain last."""
         for block in reversed(blocks):
             self._order[block] = None
             self._order.move_to_end(block)
 
-    def touch(self, blocks: Sequence[BlockId]) -> None:
+    def touch(self, blocks: Sequence[StorageKey]) -> None:
         """Make the known ones among the blocks the most recent ones, the first of the chain last."""
         for block in reversed(blocks):
             if block in self._order:
                 self._order.move_to_end(block)
 
-    def remove(self, block: BlockId) -> None:
+    def remove(self, block: StorageKey) -> None:
         """Forget a block."""
         self._order.pop(block, None)
 
-    def candidates(self) -> Iterator[BlockId]:
+    def candidates(self) -> Iterator[StorageKey]:
         """Yield the blocks from the least to the most recently used."""
         yield from self._order
 
@@ -68,12 +68,12 @@ class LruPolicy:
 class FifoPolicy(LruPolicy):
     """First in, first out: uses do not matter."""
 
-    def insert(self, blocks: Sequence[BlockId]) -> None:
+    def insert(self, blocks: Sequence[StorageKey]) -> None:
         """Append the blocks that are new, the first of the chain last."""
         for block in reversed(blocks):
             self._order.setdefault(block, None)
 
-    def touch(self, blocks: Sequence[BlockId]) -> None:
+    def touch(self, blocks: Sequence[StorageKey]) -> None:
         """Ignore uses."""
 
 

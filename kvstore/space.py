@@ -40,15 +40,15 @@ def plan_departures(
     demoting: list[BlockEntry] = []
     planned_children: dict[BlockEntry, int] = {}
     passed_over: set[BlockEntry] = set()
-    for block in state.policies[tier].candidates():
-        entry = state.directory.find(block)
+    for name in state.policies[tier].candidates():
+        entry = state.directory.find(name)
         while entry is not None:
             children = entry.children.get(tier, 0) - planned_children.get(entry, 0)
             if not entry.is_ready(tier) or entry.is_kept or children > 0:
                 passed_over.add(entry)
                 break
             (demoting if must_demote(entry) else leaving).append(entry)
-            parent = _counting_parent(state, entry, tier)
+            parent = _counting_parent(entry, tier)
             if parent is not None:
                 planned_children[parent] = planned_children.get(parent, 0) + 1
             # A parent that came before its child in the order gets its turn as soon as the child is named.
@@ -58,10 +58,10 @@ def plan_departures(
     return Departures(tuple(leaving), tuple(demoting))
 
 
-def _counting_parent(state: State, entry: BlockEntry, tier: str) -> BlockEntry | None:
+def _counting_parent(entry: BlockEntry, tier: str) -> BlockEntry | None:
     if entry.parent is None or not entry.copies[tier].is_counted:
         return None
-    return state.directory.find(entry.block._replace(key=entry.parent))
+    return entry.shelf.entries[entry.parent]
 
 
 class Demoter(Protocol):

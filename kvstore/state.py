@@ -10,7 +10,7 @@ from kvstore.directory import BlockEntry, Copy, CopyState, Directory
 from kvstore.lease import LeaseTable
 from kvstore.policy import EvictionPolicy
 from kvstore.results import MissReason
-from kvstore.tier import SlotTier, Tier
+from kvstore.tier import Slot, SlotTier, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,26 +91,35 @@ class State:
     def quarantine_top(self, entry: BlockEntry) -> None:
         """Match a damaged top copy no more; its slot is freed once nobody keeps the block."""
         self.directory.set_state(entry, self.top.name, CopyState.DROPPING)
-        self.policies[self.top.name].remove(entry.block)
+        self.policies[self.top.name].remove(entry.name)
         self.note_release(entry)
+
+    def take_slots(self, length_bytes: int, count: int) -> list[Slot]:
+        """Allocate up to ``count`` slots of the top tier, as many as there are now."""
+        if self.top.has_room(length_bytes, count):
+            return self.top.allocate(length_bytes, count)
+        slots: list[Slot] = []
+        while len(slots) < count and self.top.has_room(length_bytes):
+            slots += self.top.allocate(length_bytes)
+        return slots
 
     def publish_top(self, entries: Sequence[BlockEntry]) -> None:
         """Tell the policy of entries of one chain whose top copies became READY."""
         for entry in entries:
-            self.directory.forget_gone(entry.block)
-        self.policies[self.top.name].insert([entry.block for entry in entries])
+            self.directory.forget_gone(entry.name)
+        self.policies[self.top.name].insert([entry.name for entry in entries])
 
     def mark_ready(self, entry: BlockEntry, tier: str) -> None:
         """Note that a lower tier has a READY copy."""
         self.directory.set_copy(entry, tier, Copy(CopyState.READY))
         if tier in self.policies:
-            self.policies[tier].insert([entry.block])
+            self.policies[tier].insert([entry.name])
 
     def forget_copy(self, entry: BlockEntry, tier: str, reason: MissReason | None) -> None:
         """Remove a copy from directory and policy, and free its slot if it was in the top tier."""
         copy = self.directory.remove_copy(entry, tier, reason)
         if tier in self.policies:
-            self.policies[tier].remove(entry.block)
+            self.policies[tier].remove(entry.name)
         if tier == self.top.name and copy.slot is not None:
             self.top.free([copy.slot])
             self.freed.set()

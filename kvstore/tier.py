@@ -32,6 +32,10 @@ class Medium(enum.Enum):
     STORE = "store"
 
 
+StorageKey = NewType("StorageKey", bytes)
+"""The 40 bytes (key, part) under which copies are filed; the key already covers the namespace."""
+
+
 class BlockId(NamedTuple):
     """What one stored copy is a copy of: a part of the block of that key, in that namespace."""
 
@@ -40,9 +44,9 @@ class BlockId(NamedTuple):
     key: BlockKey
 
     @property
-    def storage_key(self) -> bytes:
-        """The 40 bytes (key, part) under which tiers file it; the key already covers the namespace."""
-        return self.key + self.part.pack()
+    def storage_key(self) -> StorageKey:
+        """The name under which tiers file it."""
+        return StorageKey(self.key + self.part.pack())
 
 
 _HEADER = struct.Struct("<4sHHI32s8s32s32s32sIQ")

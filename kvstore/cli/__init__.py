@@ -1,1 +1,111 @@
-"""Command line."""
+"""The command ``kvstore``: one module per group of commands, loaded only when its command is chosen."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvstore.errors import CorruptBlock, KVStoreError, ProtocolMismatch, ServerUnavailable
+
+EXIT_OK = 0
+EXIT_PROBLEM = 1
+EXIT_USAGE = 2
+EXIT_NO_SERVER = 3
+
+
+class Command(NamedTuple):
+    """One command: its name, the module whose ``register`` adds it, and its line in the help."""
+
+    name: str
+    module: str
+    help: str
+
+
+COMMANDS = (
+    Command("serve", "kvstore.cli.serve_command", "run a store until it is told to stop"),
+    Command("put", "kvstore.cli.block_commands", "store blocks"),
+    Command("get", "kvstore.cli.block_commands", "fetch the longest stored prefix"),
+    Command("match", "kvstore.cli.block_commands", "count the leading blocks that are stored"),
+    Command("stats", "kvstore.cli.state_commands", "show a store's counters and occupancy"),
+    Command("check", "kvstore.cli.state_commands", "verify a store's invariants and a sample of checksums"),
+    Command("config", "kvstore.cli.config_command", "check a configuration file and show what is in force"),
+    Command("engine", "kvstore.cli.engine", "run an inference replica over a store"),
+    Command("demo", "kvstore.cli.demo", "run two nodes with a real model and check every tier"),
+    Command("version", "kvstore.cli.version_command", "show the version"),
+)
+
+_EPILOG = "Exit status: 0 done, 1 found a problem, 2 usage or bad input, 3 no server."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status. Errors are one line on stderr, never a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    try:
+        args = _parser(chosen).parse_args(arguments)
+        status: int = args.run(args)
+    except SystemExit as end:  # argparse ends so, after help or a usage error
+        return end.code if isinstance(end.code, int) else EXIT_USAGE
+    except KVStoreError as error:
+        _complain(str(error))
+        return _status(error)
+    except BrokenPipeError:
+        return _end_quietly()
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _complain(f"{where}{error.strerror or error}")
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    """Return the parser with the chosen command's own arguments; the others are only listed."""
+    parser = argparse.ArgumentParser(
+        prog="kvstore", description="A tiered KV-cache storage service for LLM inference.", epilog=_EPILOG
+    )
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    chosen_module = next((command.module for command in COMMANDS if command.name == chosen), None)
+    is_registered = chosen_module is not None and _register(chosen_module, subparsers)
+    for command in COMMANDS:
+        if not (is_registered and command.module == chosen_module):
+            listed = subparsers.add_parser(command.name, help=command.help, add_help=False)
+            listed.set_defaults(run=_report_absent, command=command.name)
+    return parser
+
+
+def _register(module: str, subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> bool:
+    """Load a command's module and let it add its commands; False if there is no such module."""
+    try:
+        loaded = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise KVStoreError(
+                f"the command needs the package {error.name}: pip install 'tiered-kvstore[server,engine]'"
+            ) from error
+        return False
+    loaded.register(subparsers)
+    return True
+
+
+def _report_absent(args: argparse.Namespace) -> int:
+    _complain(f"{args.command}: this installation does not have the command")
+    return EXIT_USAGE
+
+
+def _status(error: KVStoreError) -> int:
+    if isinstance(error, ServerUnavailable | ProtocolMismatch):
+        return EXIT_NO_SERVER
+    return EXIT_PROBLEM if isinstance(error, CorruptBlock) else EXIT_USAGE
+
+
+def _complain(text: str) -> None:
+    print(f"kvstore: {' '.join(text.split())}", file=sys.stderr)
+
+
+def _end_quietly() -> int:
+    # Whoever read our output is gone; the interpreter would complain when it flushes the rest.
+    sys.stdout = open("/dev/null", "w")  # noqa: PTH123, SIM115
+    return EXIT_PROBLEM

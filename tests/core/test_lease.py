@@ -4,16 +4,17 @@ import math
 
 import pytest
 
-from kvstore.directory import BlockEntry
+from kvstore.directory import BlockEntry, Shelf
 from kvstore.keys import BlockKey, NamespaceDigest
 from kvstore.layout import Part
 from kvstore.lease import LeaseTable
-from kvstore.tier import BlockId, Slot
+from kvstore.tier import Slot
 
 
 def entry(number=1):
-    block = BlockId(NamespaceDigest(b"n" * 32), Part(0, 1, 0, 1), BlockKey(bytes([number]) * 32))
-    return BlockEntry(block, BlockKey(b"p" * 32), 0)
+    shelf = Shelf(NamespaceDigest(b"n" * 32), Part(0, 1, 0, 1), b"l" * 32, 4096)
+    key = BlockKey(bytes([number]) * 32)
+    return BlockEntry(shelf, key, shelf.name(key), BlockKey(b"p" * 32), 0)
 
 
 @pytest.fixture

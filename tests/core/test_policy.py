@@ -5,10 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidConfig
-from kvstore.keys import BlockKey, NamespaceDigest
-from kvstore.layout import Part
 from kvstore.policy import POLICIES, LruPolicy, policy_named
-from kvstore.tier import BlockId
+from kvstore.tier import StorageKey
 
 names = st.integers(0, 15)
 operations = st.lists(
@@ -22,7 +20,7 @@ operations = st.lists(
 
 
 def block(number):
-    return BlockId(NamespaceDigest(b"n" * 32), Part(0, 1, 0, 1), BlockKey(bytes([number]) * 32))
+    return StorageKey(bytes([number]) * 40)
 
 
 def apply(policy, steps):

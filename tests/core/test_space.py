@@ -41,7 +41,7 @@ def store(state, chain, *, one_by_one=False):
         entries.append(entry)
         parent = key
     for group in [[entry] for entry in entries] if one_by_one else [entries]:
-        state.policies["dram"].insert([entry.block for entry in group])
+        state.policies["dram"].insert([entry.name for entry in group])
     return entries
 
 
@@ -82,7 +82,7 @@ def test_a_chain_whose_claims_disagree_cannot_keep_blocks_forever(state):
     second = state.directory.entry(shelf, other, one, 3)
     for slot, entry in enumerate((first, second)):
         state.directory.set_copy(entry, "dram", Copy(CopyState.READY, Slot(slot)))
-        state.policies["dram"].insert([entry.block])
+        state.policies["dram"].insert([entry.name])
 
     assert sorted(plan(state, 99), key=id) == sorted([first, second], key=id)
 

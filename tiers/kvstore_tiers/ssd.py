@@ -88,7 +88,8 @@ class SsdTier:
         self._check_timeout_s = check_timeout_s
         self._slots = SlotAllocator(capacity_bytes, name=name)
         self._breaker = CircuitBreaker(clock=clock)
-        self._jobs = Jobs(name, io_threads)
+        self._reads = Jobs(f"{name}-read", io_threads)
+        self._writes = Jobs(f"{name}-write", max(1, io_threads // 2))
         self._commits = Jobs(f"{name}-commit", 1)
         self._store: SsdStore | None = None
         self._pid = -1
@@ -152,13 +153,12 @@ class SsdTier:
         """
         if self._store is not None:
             return
-        self._jobs.start()
-        self._commits.start()
+        for jobs in self._all_jobs:
+            jobs.start()
         try:
             store, records = await self._commits.run(self._open_store)
         except BaseException:
-            await self._jobs.close()
-            await self._commits.close()
+            await self._close_jobs(self._all_jobs)
             raise
         self._slots = SlotAllocator(self._slots.capacity_bytes, name=self._name)
         self._slots.restore((record.offset, record.slot_bytes) for record in records)
@@ -172,7 +172,7 @@ class SsdTier:
         if self._store is None or self._pid != os.getpid():
             return
         self._down_for_good = "closed"
-        await self._jobs.close()
+        await self._close_jobs([self._reads, self._writes])
         store, self._store = self._store, None
         if store is not None:
             renewals = self._take_renewals(len(self._unrenewed))
@@ -192,13 +192,13 @@ class SsdTier:
         """Read copies into the buffers, and verify them."""
         if not self._may_go():
             return [ReadOutcome(ReadStatus.UNAVAILABLE)] * len(requests)
-        return await self._jobs.outlive(asyncio.ensure_future(self._read(requests, deadline_s)))
+        return await self._reads.outlive(asyncio.ensure_future(self._read(requests, deadline_s)))
 
     async def write(self, requests: Sequence[WriteRequest], *, deadline_s: float) -> list[WriteStatus]:
         """Write copies; OK means durable. A present copy is replaced."""
         if not self._may_go():
             return [WriteStatus.UNAVAILABLE] * len(requests)
-        return await self._jobs.outlive(asyncio.ensure_future(self._write(requests, deadline_s)))
+        return await self._writes.outlive(asyncio.ensure_future(self._write(requests, deadline_s)))
 
     async def drop(self, blocks: Sequence[BlockId]) -> None:
         """Forget copies and give their slots back."""
@@ -208,7 +208,7 @@ class SsdTier:
         if found:
             for copy in found:
                 self._hide(copy)
-            await self._jobs.outlive(asyncio.ensure_future(self._drop(found)))
+            await self._writes.outlive(asyncio.ensure_future(self._drop(found)))
 
     async def touch(self, blocks: Sequence[BlockId]) -> None:
         """Make copies the most recently used; on disk with one of the next commits."""
@@ -279,12 +279,14 @@ class SsdTier:
             assert request.buffer.nbytes >= request.length_bytes, f"{self._name}: the buffer is too short"
             copy.readers += 1
             wanted.append((index, copy))
-        ended = await self._on_disk(
-            [
-                (copy.record.slot_bytes, self._reading(requests[index].buffer, copy.record, deadline_s))
-                for index, copy in wanted
-            ]
-        )
+        calls = [
+            (copy.record.slot_bytes, self._reading(requests[index].buffer, copy.record, deadline_s))
+            for index, copy in wanted
+        ]
+        ended = [
+            outcome or _DiskOutcome(ReadStatus.TIMED_OUT)
+            for outcome in await self._on_disk(self._reads, deadline_s, calls)
+        ]
         for (index, copy), outcome in zip(wanted, ended, strict=True):
             assert isinstance(outcome.status, ReadStatus)
             is_ok = outcome.status is ReadStatus.OK
@@ -351,12 +353,14 @@ class SsdTier:
             size = self._slots.slot_bytes(offset)
             number = self._number()
             records.append((index, IndexRecord(header, offset, size, number, number)))
-        ended = await self._on_disk(
-            [
-                (record.slot_bytes, self._writing(requests[index].buffer, record, deadline_s))
-                for index, record in records
-            ]
-        )
+        calls = [
+            (record.slot_bytes, self._writing(requests[index].buffer, record, deadline_s))
+            for index, record in records
+        ]
+        ended = [
+            outcome or _DiskOutcome(WriteStatus.TIMED_OUT)
+            for outcome in await self._on_disk(self._writes, deadline_s, calls)
+        ]
         written: list[tuple[int, IndexRecord]] = []
         for (index, record), outcome in zip(records, ended, strict=True):
             assert isinstance(outcome.status, WriteStatus)
@@ -436,24 +440,36 @@ class SsdTier:
     # Disk work
 
     @property
+    def _all_jobs(self) -> list[Jobs]:
+        return [self._reads, self._writes, self._commits]
+
+    async def _close_jobs(self, pools: Sequence[Jobs]) -> None:
+        for jobs in pools:
+            await jobs.close()
+
+    @property
     def _slab(self) -> Slab:
         assert self._store is not None, f"{self._name}: not open"
         return self._store.slab
 
     async def _on_disk(
-        self, sized_jobs: Sequence[tuple[int, Callable[[], _DiskOutcome]]]
-    ) -> list[_DiskOutcome]:
-        """Run jobs in threads, several small ones per turn, in order."""
+        self, jobs: Jobs, deadline_s: float, sized: Sequence[tuple[int, Callable[[], _DiskOutcome]]]
+    ) -> list[_DiskOutcome | None]:
+        """Run calls in threads, several small ones per turn, in order; None where time ran out before."""
         turns: list[list[Callable[[], _DiskOutcome]]] = []
         room = 0
-        for size, job in sized_jobs:
+        for size, call in sized:
             if not turns or room < size:
                 turns.append([])
                 room = _JOB_BYTES
-            turns[-1].append(job)
+            turns[-1].append(call)
             room -= size
-        results = await self._jobs.run_all([self._turn(jobs) for jobs in turns])
-        return [outcome for outcomes in results for outcome in outcomes]
+        patience_s = deadline_s - self._clock()
+        results = await jobs.run_within([self._turn(calls) for calls in turns], patience_s)
+        outcomes: list[_DiskOutcome | None] = []
+        for calls, result in zip(turns, results, strict=True):
+            outcomes += result if result is not None else [None] * len(calls)
+        return outcomes
 
     def _turn(self, jobs: Sequence[Callable[[], _DiskOutcome]]) -> Callable[[], list[_DiskOutcome]]:
         def turn() -> list[_DiskOutcome]:

@@ -1,0 +1,230 @@
+"""HttpFace: the engine's OpenAI-compatible HTTP interface."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from kvstore.errors import InvalidRequest, KVStoreError, PromptTooLong, TierFull
+from kvstore_engine_adapter.chat_answer import AnswerHead, AnswerText, reuse
+from kvstore_engine_adapter.chat_request import ApiError, ChatRequest, parse_chat_request
+from kvstore_engine_adapter.generation import (
+    EngineBusy,
+    EngineClosed,
+    Finished,
+    GenerateRequest,
+    Prefilled,
+    RequestReport,
+    Token,
+)
+from kvstore_engine_adapter.paged_engine import PagedEngine
+from kvstore_engine_adapter.tokenizer import ModelTokenizer
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+MAX_BODY_BYTES = 4 << 20
+_BODY_PATIENCE_S = 30.0
+_WRITE_PATIENCE_S = 10.0
+_RETRY_AFTER_S = 1
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What has come of one request so far."""
+
+    text: AnswerText
+    report: RequestReport
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str = "stop"
+
+
+class HttpFace:
+    """Routes of one engine. ``application`` is served by aiohttp with ``handler_cancellation`` on, so that a
+    client that hangs up ends its request.
+
+    A client that does not read its stream for 10 seconds is dropped: the engine runs one request at a time.
+    """
+
+    def __init__(
+        self,
+        engine: PagedEngine,
+        tokenizer: ModelTokenizer,
+        *,
+        model_name: str,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._model_name = model_name
+        self._wall_clock = wall_clock
+        self._created = int(wall_clock())
+
+    def application(self, *, max_body_bytes: int = MAX_BODY_BYTES) -> web.Application:
+        """Return the aiohttp application."""
+        app = web.Application(client_max_size=max_body_bytes, middlewares=[_errors_in_openai_shape])
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name:.+}", self._model)
+        app.router.add_get("/healthz", self._health)
+        app.router.add_get("/stats", self._stats)
+        return app
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _stats(self, _request: web.Request) -> web.Response:
+        return web.json_response(self._engine.stats())
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [self._model_object()]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        self._require_model(request.match_info["name"])
+        return web.json_response(self._model_object())
+
+    def _model_object(self) -> dict[str, object]:
+        return {
+            "id": self._model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "kvstore",
+            "max_model_len": self._engine.context_tokens,
+        }
+
+    def _require_model(self, name: str) -> None:
+        if name != self._model_name:
+            raise ApiError(
+                404,
+                f"the model {name[:200]!r} does not exist here: this server serves {self._model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        chat = parse_chat_request(await _read_body(request))
+        self._require_model(chat.model)
+        # In a thread: a prompt of megabytes takes the tokenizer seconds.
+        prompt = await asyncio.to_thread(self._tokenizer.encode_chat, chat.messages)
+        generate = GenerateRequest(
+            prompt=prompt,
+            max_tokens=chat.max_tokens,
+            sampling=chat.sampling,
+            end_tokens=self._tokenizer.end_tokens,
+            wants_first_logits=chat.wants_first_logits,
+        )
+        answer = _Answer(AnswerText(self._tokenizer, chat.stops), RequestReport(len(prompt)))
+        head = AnswerHead(f"chatcmpl-{secrets.token_hex(12)}", int(self._wall_clock()), self._model_name)
+        async with contextlib.aclosing(self._pieces(generate, answer)) as pieces:
+            if chat.is_streaming:
+                return await _stream(request, chat, head, answer, pieces)
+            text = "".join([piece async for piece in pieces])
+        tokens = answer.tokens if chat.wants_tokens else None
+        return web.json_response(head.completion(text, answer.finish_reason, answer.report, tokens))
+
+    async def _pieces(self, generate: GenerateRequest, answer: _Answer) -> AsyncGenerator[str, None]:
+        """Yield the answer's text piece by piece, the first (empty) one once the prompt is computed."""
+        async with contextlib.aclosing(self._engine.generate(generate)) as events:
+            async for event in events:
+                match event:
+                    case Prefilled(report):
+                        answer.report = report
+                        yield ""
+                    case Token(token):
+                        answer.tokens.append(token)
+                        yield answer.text.push(token)
+                        if answer.text.is_stopped:
+                            return
+                    case Finished(reason, _):
+                        answer.finish_reason = reason
+                        yield answer.text.finish()
+        if answer.text.is_stopped:
+            answer.finish_reason = "stop"
+
+
+async def _stream(
+    request: web.Request, chat: ChatRequest, head: AnswerHead, answer: _Answer, pieces: AsyncIterator[str]
+) -> web.StreamResponse:
+    """Send the answer as server-sent events. An error before the first piece still gets its own status."""
+    await anext(pieces)
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+    )
+    await response.prepare(request)
+    await _send(response, head.chunk({"role": "assistant", "content": ""}))
+    try:
+        async for piece in pieces:
+            if piece:
+                await _send(response, head.chunk({"content": piece}))
+    except (KVStoreError, ArithmeticError) as error:
+        logger.warning("an answer failed half-way: %s", error)
+        await _send(response, _api_error(error).body)
+        return response
+    last = head.chunk({}, answer.finish_reason)
+    last["kvstore"] = reuse(answer.report, answer.tokens if chat.wants_tokens else None)
+    await _send(response, last)
+    if chat.includes_usage:
+        await _send(response, head.usage_chunk(answer.report))
+    await _write(response, b"data: [DONE]\n\n")
+    return response
+
+
+async def _send(response: web.StreamResponse, event: dict[str, object]) -> None:
+    await _write(response, b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n")
+
+
+async def _write(response: web.StreamResponse, data: bytes) -> None:
+    async with asyncio.timeout(_WRITE_PATIENCE_S):
+        await response.write(data)
+
+
+async def _read_body(request: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(_BODY_PATIENCE_S):
+            return await request.read()
+    except TimeoutError as error:
+        raise ApiError(408, f"the body did not arrive within {_BODY_PATIENCE_S:.0f} seconds") from error
+
+
+@web.middleware
+async def _errors_in_openai_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        return _error_response(ApiError(error.status, error.text or error.reason))
+    except (ApiError, KVStoreError, ArithmeticError) as error:
+        return _error_response(_api_error(error))
+    except (ConnectionError, TimeoutError):
+        logger.info("a client went away or stopped reading")
+        raise
+    except Exception:
+        logger.exception("%s %s failed", request.method, request.path)
+        return _error_response(ApiError(500, "the server failed; its log says why", kind="server_error"))
+
+
+def _api_error(error: Exception) -> ApiError:
+    match error:
+        case ApiError():
+            return error
+        case PromptTooLong():
+            return ApiError(400, str(error), param="messages", code="context_length_exceeded")
+        case InvalidRequest():
+            return ApiError(400, str(error))
+        case EngineBusy() | EngineClosed() | TierFull():
+            return ApiError(503, str(error), kind="overloaded_error", code="overloaded")
+        case _:
+            return ApiError(500, str(error), kind="server_error")
+
+
+def _error_response(error: ApiError) -> web.Response:
+    headers = {"Retry-After": str(_RETRY_AFTER_S)} if error.status == 503 else None
+    return web.json_response(error.body, status=error.status, headers=headers)

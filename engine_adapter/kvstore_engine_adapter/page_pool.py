@@ -1,0 +1,83 @@
+"""PagePool: the engine's KV memory, one page per block."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvstore.layout import KVLayout
+from kvstore.tier import Slot
+
+TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+"""Layout dtypes the runtime computes in."""
+
+
+class PagePool:
+    """KV pages ``[num_pages + 1, layers, 2, block_tokens, kv_heads, head_dim]``, C order, on one device.
+
+    A page is one block in the store's layout, so that gather and scatter are one copy each. A slot is the
+    number of a page. The last page is never lent: it is all zeros and stands in block tables for positions
+    that have no page. A page must be cleared, or written whole, before it stands in a table.
+    """
+
+    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_pages = num_pages
+        self.device = device
+        self.tensor = torch.zeros(
+            (num_pages + 1, layout.num_layers, 2, layout.block_tokens, layout.num_kv_heads, layout.head_dim),
+            dtype=TORCH_DTYPES[layout.dtype],
+            device=device,
+        )
+
+        self._bytes: npt.NDArray[np.uint8] | None = None
+        if device.type == "cpu":
+            self._bytes = self.tensor.view(torch.uint8).view(num_pages + 1, -1).numpy()
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return self.layout.block_bytes
+
+    @property
+    def zero_page(self) -> int:
+        """Number of the page that is all zeros."""
+        return self.num_pages
+
+    def clear(self, slots: Sequence[Slot]) -> None:
+        """Zero pages: masked positions are multiplied by zero, and zero times a stale NaN is NaN."""
+        for slot in slots:
+            self.tensor[slot].zero_()
+
+    def write(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, *, pages: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """Store keys and values ``[tokens, kv_heads, head_dim]`` of one layer at (page, row) pairs."""
+        self.tensor[pages, layer, 0, rows] = keys
+        self.tensor[pages, layer, 1, rows] = values
+
+    def read(self, layer: int, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of one layer over a block table, each ``[tokens, kv_heads, head_dim]``."""
+        layout = self.layout
+        shape = (len(table) * layout.block_tokens, layout.num_kv_heads, layout.head_dim)
+        return self.tensor[table, layer, 0].view(shape), self.tensor[table, layer, 1].view(shape)
+
+    def host_views(self, slots: Sequence[Slot]) -> list[memoryview] | None:
+        """Return the pages as writable bytes, or None if they are not in host memory."""
+        if self._bytes is None:
+            return None
+        return [self._bytes[slot].data for slot in slots]
+
+    def gather(self, slots: Sequence[Slot], buffers: Sequence[memoryview]) -> None:
+        """Copy pages into host buffers of ``block_bytes`` each. Blocking; releases the GIL."""
+        for slot, buffer in zip(slots, buffers, strict=True):
+            self._host_tensor(buffer).copy_(self.tensor[slot])
+
+    def scatter(self, slots: Sequence[Slot], buffers: Sequence[memoryview]) -> None:
+        """Copy host buffers of ``block_bytes`` each into pages. Blocking; releases the GIL."""
+        for slot, buffer in zip(slots, buffers, strict=True):
+            self.tensor[slot].copy_(self._host_tensor(buffer))
+
+    def _host_tensor(self, buffer: memoryview) -> torch.Tensor:
+        return torch.frombuffer(buffer, dtype=self.tensor.dtype).view(self.tensor.shape[1:])

@@ -1,0 +1,158 @@
+"""Running one engine as a process: model, engine, HTTP face, until a signal ends it."""
+
+import asyncio
+import ipaddress
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from aiohttp import web
+
+from kvstore.errors import InvalidConfig
+from kvstore.tier import Tier
+from kvstore_engine_adapter.http_face import HttpFace
+from kvstore_engine_adapter.model import LoadedModel, load_model
+from kvstore_engine_adapter.page_pool import TORCH_DTYPES
+from kvstore_engine_adapter.paged_engine import EngineSettings, PagedEngine, block_bytes_of
+
+logger = logging.getLogger(__name__)
+
+_SHUTDOWN_S = 5.0
+_MAX_SALT_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What ``kvstore engine`` is told; ``store`` is a store's address, None for reuse within the engine only.
+
+    ``kv_cache_bytes`` and ``num_blocks`` both size the ``vram`` tier: at most one is given.
+    """
+
+    model: Path
+    store: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    max_model_tokens: int | None = None
+    kv_cache_bytes: int | None = None
+    num_blocks: int | None = None
+    block_tokens: int = 16
+    threads: int = 1
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    tenant_salt_file: Path | None = None
+    is_reusing: bool = True
+    lower: Sequence[Tier] = field(default=())
+
+
+async def serve_engine(options: ServeOptions, announce: Callable[[dict[str, object]], None]) -> None:
+    """Load, listen, call ``announce`` with the ``ready`` event, and serve until SIGTERM or SIGINT.
+
+    Raises:
+        UnsupportedModel: the model cannot be loaded.
+        InvalidConfig: an option this machine cannot offer, an address that cannot be bound.
+        InvalidLayout: blocks of that size cannot be stored.
+        TierUnavailable: the store's address is no address.
+    """
+    _refuse_open_doors(options.host)
+    device = _device(options.device)
+    salt = _tenant_salt(options.tenant_salt_file)
+    torch.set_num_threads(options.threads)
+    stopped = _stop_event()
+    dtype = TORCH_DTYPES[options.dtype]
+    model = await asyncio.to_thread(load_model, options.model, dtype=dtype, device=device)
+    settings = EngineSettings(
+        block_tokens=options.block_tokens,
+        max_model_tokens=options.max_model_tokens,
+        num_blocks=_num_blocks(options, model),
+        is_reusing=options.is_reusing,
+        tenant_salt=salt,
+    )
+    engine = PagedEngine(model, settings, lower=options.lower)
+    name = options.served_model_name or model.config.name
+    await engine.open()
+    try:
+        await _serve(options, engine, HttpFace(engine, model.tokenizer, model_name=name), announce, stopped)
+    finally:
+        await engine.close()
+
+
+async def _serve(
+    options: ServeOptions,
+    engine: PagedEngine,
+    face: HttpFace,
+    announce: Callable[[dict[str, object]], None],
+    stopped: asyncio.Event,
+) -> None:
+    runner = web.AppRunner(face.application(), handler_cancellation=True, access_log=None)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, options.host, options.port, shutdown_timeout=_SHUTDOWN_S)
+        try:
+            await site.start()
+        except OSError as error:
+            raise InvalidConfig(
+                f"engine: {options.host}:{options.port} cannot be listened on: {error.strerror}: "
+                "choose another --port, or 0 for a free one"
+            ) from error
+        host, port = runner.addresses[0][:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        announce({"event": "ready", "url": url, "context_tokens": engine.context_tokens})
+        await stopped.wait()
+    finally:
+        await runner.cleanup()
+
+
+def _stop_event() -> asyncio.Event:
+    """Return an event that SIGTERM and SIGINT set."""
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    return stopped
+
+
+def _refuse_open_doors(host: str) -> None:
+    try:
+        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError as error:
+        raise InvalidConfig(f"engine: --host {host!r} is no IP address") from error
+    if not is_loopback:
+        raise InvalidConfig(
+            f"engine: --host {host} is not loopback, and this server has no authentication: "
+            "listen on 127.0.0.1 and put a proxy with TLS and authentication before it"
+        )
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InvalidConfig("engine: --device cuda, but torch finds no CUDA device: use --device cpu")
+    return torch.device(name)
+
+
+def _tenant_salt(path: Path | None) -> bytes:
+    if path is None:
+        return b""
+    try:
+        salt = path.read_bytes()
+    except OSError as error:
+        raise InvalidConfig(f"engine: --tenant-salt-file {path}: {error.strerror}") from error
+    if not 16 <= len(salt) <= _MAX_SALT_BYTES:
+        raise InvalidConfig(
+            f"engine: --tenant-salt-file {path}: {len(salt)} bytes, expected 16 to {_MAX_SALT_BYTES}"
+        )
+    return salt
+
+
+def _num_blocks(options: ServeOptions, model: LoadedModel) -> int | None:
+    if options.kv_cache_bytes is None:
+        return options.num_blocks
+    block_bytes = block_bytes_of(model, options.block_tokens)
+    if options.kv_cache_bytes < block_bytes:
+        raise InvalidConfig(
+            f"engine: --kv-cache-bytes {options.kv_cache_bytes} holds no block: one has {block_bytes} bytes"
+        )
+    return options.kv_cache_bytes // block_bytes

@@ -1,0 +1,79 @@
+"""Assembly: builds the manager of a store, with the tiers its configuration names."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstore.config import Config, RemoteConfig, SsdConfig
+from kvstore.manager import BlockManager
+from kvstore.policy import policy_named
+from kvstore.state import ManagerSettings
+from kvstore.tier import Tier
+from kvstore_tiers.dram import DramTier
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A manager and its top tier, whose arena the server shares with clients."""
+
+    manager: BlockManager
+    dram: DramTier
+
+
+def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> Store:
+    """Build a store that is not open yet: ``await store.manager.open()`` opens its tiers.
+
+    Blocks on the password file if the configuration names one.
+
+    Raises:
+        InvalidConfig: the remote tier's password cannot be had.
+    """
+    dram = DramTier(
+        capacity_bytes=config.dram.capacity_bytes + config.dram.staging_bytes,
+        staging_bytes=config.dram.staging_bytes,
+        is_locked=config.dram.lock_memory,
+    )
+    lower: list[Tier] = []
+    if config.ssd is not None:
+        lower.append(_ssd_tier(config.ssd))
+    if config.remote is not None:
+        lower.append(_remote_tier(config.remote, clock))
+    settings = ManagerSettings(
+        timeout_s=config.store.timeout_s,
+        lease_s=config.store.lease_s,
+        high_water_ratio=config.store.high_water_ratio,
+        low_water_ratio=config.store.low_water_ratio,
+        write_queue_blocks=config.store.write_queue_blocks,
+        write_batch_blocks=config.store.write_batch_blocks,
+    )
+    new_policy = policy_named(config.store.policy)
+    return Store(BlockManager(dram, lower, settings=settings, new_policy=new_policy, clock=clock), dram)
+
+
+def _ssd_tier(config: SsdConfig) -> Tier:
+    # Only a store with such a tier needs its package.
+    from kvstore_tiers.ssd import SsdTier
+
+    return SsdTier(
+        config.path,
+        capacity_bytes=config.capacity_bytes,
+        io_threads=config.io_threads,
+    )
+
+
+def _remote_tier(config: RemoteConfig, clock: Callable[[], float]) -> Tier:
+    # Only a store with such a tier needs its package.
+    from kvstore_tiers.remote import RemoteTier
+
+    return RemoteTier(
+        config.url,
+        user=config.username or "",
+        password=config.password() or "",
+        key_prefix=config.key_prefix,
+        ttl_s=config.ttl_s,
+        timeout_s=config.timeout_s,
+        num_connections=config.num_connections,
+        breaker_backoff_s=config.breaker_backoff_s,
+        breaker_backoff_max_s=config.breaker_backoff_max_s,
+        clock=clock,
+    )

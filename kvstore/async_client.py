@@ -1,0 +1,422 @@
+"""AsyncKVStore: the asyncio client of a store."""
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import calls
+from kvstore.arena_link import ArenaCache
+from kvstore.async_link import AsyncLink
+from kvstore.calls import Ask, FetchResult, FetchTally, Plan, PutTally, Session, Step, Tell, TimedOut, Work
+from kvstore.client_state import AWAY, ClientState, ClientStats, Timeouts
+from kvstore.errors import InvalidRequest, ProtocolMismatch, ServerUnavailable
+from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
+from kvstore.layout import KVLayout, Part
+from kvstore.messages import Answer, Failed, OpenNamespace
+from kvstore.results import PrefixMatch, PutResult
+from kvstore.server_address import parse_address
+from kvstore.transfer import Buffer, SlotReader, require_writable, split_buffers
+
+T = TypeVar("T")
+
+_INLINE_BYTES = 256 << 10
+"""Copies up to this size run on the loop's thread: a thread switch would cost more than the copy."""
+
+_COPY_THREADS = 2
+
+
+class _CallSession:
+    """One call on the connection."""
+
+    def __init__(
+        self, link: AsyncLink, state: ClientState, copiers: ThreadPoolExecutor, deadline_s: float
+    ) -> None:
+        self._link = link
+        self._state = state
+        self._copiers = copiers
+        self._deadline_s = deadline_s
+
+    def remaining_s(self) -> float:
+        return max(0.0, self._deadline_s - time.monotonic())
+
+    def reading_arena(self) -> SlotReader:
+        if self._link.arena is None:
+            raise ServerUnavailable("server: it has no arena to fetch from")
+        return self._link.arena.reading
+
+    def writing_arena(self) -> SlotReader:
+        if self._link.arena is None:
+            raise ServerUnavailable("server: it has no arena to put into")
+        return self._link.arena.writing
+
+    def note_corrupt(self) -> None:
+        self._state.note_corrupt()
+
+    async def carry_out(self, step: Step) -> Answer | object:
+        """Do what a plan asks for, and return what it gets."""
+        if isinstance(step, Ask):
+            return await self._link.ask(step.request, self._deadline_s)
+        if isinstance(step, Tell):
+            self._link.tell(step.message)
+            return None
+        return await self._copy(step)
+
+    async def _copy(self, work: Work) -> object:
+        """Run a copy; when the caller is cancelled, stop it and wait until it touches no buffer any more."""
+        is_abandoned = threading.Event()
+
+        def should_stop() -> bool:
+            return is_abandoned.is_set() or time.monotonic() >= self._deadline_s
+
+        if work.size_bytes <= _INLINE_BYTES:
+            return work.run(should_stop)
+        running = asyncio.get_running_loop().run_in_executor(self._copiers, work.run, should_stop)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            is_abandoned.set()
+            await _settled(running)
+            raise
+
+
+async def _settled(running: "asyncio.Future[object]") -> None:
+    """Wait until a future is done, whatever else happens; it ends by itself within one block's copy."""
+    while not running.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([running])
+    if not running.cancelled():
+        running.exception()
+
+
+class AsyncKVStore:
+    """A client of a store for one event loop, with one connection on which many requests may be under way.
+
+    On the data path (match, fetch_into, get, put, prefetch) a server that is absent, dying, restarted or too
+    slow is a result, never an exception, and no call takes longer than its timeout; the connection is remade
+    by itself. Control calls (ping, stats, check, flush, drop) raise ServerUnavailable instead. Every call
+    may be cancelled: it returns only when nothing touches the caller's buffers any more, and what it had
+    leased or reserved is given back.
+
+    Every data call raises InvalidRequest for a chain or buffers that no state of the store could serve:
+    a namespace that is not open, wrong sizes, more than 10 000 keys.
+    """
+
+    def __init__(self, path: Path, *, timeouts: Timeouts | None = None) -> None:
+        self._path = path
+        self._state = ClientState(timeouts or Timeouts())
+        self._arenas = ArenaCache()
+        self._link: AsyncLink | None = None
+        self._connecting = asyncio.Lock()
+        self._copiers = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="kvstore-copy")
+        self._is_closed = False
+
+    @classmethod
+    async def connect(
+        cls,
+        address: str | os.PathLike[str],
+        *,
+        timeout_s: float | None = None,
+        timeouts: Timeouts | None = None,
+    ) -> Self:
+        """Return a client of the server at ``unix:/path`` (or a plain path).
+
+        The server need not be there yet: until it is, everything is a miss. ``timeout_s`` is the time of
+        every call of the data path; ``timeouts`` gives each kind its own.
+
+        Raises:
+            InvalidConfig: the address is malformed or too long, or a timeout is not positive.
+        """
+        return cls(parse_address(address), timeouts=(timeouts or Timeouts()).for_data(timeout_s))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection. Calls under way end as misses. Idempotent."""
+        self._is_closed = True
+        link, self._link = self._link, None
+        if link is not None:
+            await link.close()
+        self._copiers.shutdown(wait=True)
+        self._arenas.forget()
+
+    def open_namespace(self, namespace: Namespace) -> None:
+        """Make a namespace's chains usable; the server learns of it with the first call about it.
+
+        Raises:
+            InvalidRequest: its digest is open with another layout.
+        """
+        self._state.open_namespace(namespace)
+
+    def open_layout(self, digest: NamespaceDigest, layout: KVLayout) -> None:
+        """Make a namespace usable of which only digest and layout are known.
+
+        Raises:
+            InvalidRequest: the digest is open with another layout.
+        """
+        self._state.open_layout(digest, layout)
+
+    async def match(
+        self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
+    ) -> PrefixMatch:
+        """Count the leading blocks that are stored, and say where. No payload moves."""
+        self._state.length_bytes(chain, part)
+        try:
+            return await self._run(
+                lambda session: calls.match_plan(session, chain, part),
+                timeout_s=self._state.timeouts.match_s if timeout_s is None else timeout_s,
+                namespace=chain.namespace,
+            )
+        except AWAY as error:
+            return PrefixMatch(0, (), self._state.note_away(error))
+
+    async def fetch_into(
+        self, chain: PrefixChain, buffers: Buffer, *, part: Part | None = None, timeout_s: float | None = None
+    ) -> FetchResult:
+        """Copy the longest stored prefix into ``buffers``: one per block, or one that holds all in a row.
+
+        Checksum and generation of every block are checked after the copy. Buffers behind the result's
+        ``blocks`` may have been written to and hold nothing of value.
+        """
+        length_bytes = self._state.length_bytes(chain, part)
+        views = split_buffers(buffers, length_bytes=length_bytes, count=len(chain), what="buffers")
+        require_writable(views, "buffers")
+        return await self._fetch(chain, lambda start, stop: views[start:stop], part=part, timeout_s=timeout_s)
+
+    async def get(
+        self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
+    ) -> list[npt.NDArray[np.uint8]]:
+        """Return the bytes of the longest stored prefix, one array ``[length_bytes]`` uint8 per block."""
+        blocks: list[npt.NDArray[np.uint8]] = []
+        source = calls.allocate_blocks(self._state.length_bytes(chain, part), blocks)
+        result = await self._fetch(chain, source, part=part, timeout_s=timeout_s)
+        return blocks[: result.blocks]
+
+    async def put(
+        self,
+        chain: PrefixChain,
+        payloads: Buffer,
+        *,
+        part: Part | None = None,
+        timeout_s: float | None = None,
+        checksums: Sequence[int] | None = None,
+    ) -> PutResult:
+        """Store the blocks of ``chain``: one payload per block, or one buffer that holds all in a row.
+
+        Blocks that are present are not written again. What found no room, or no server, is dropped, and so
+        is a payload whose xxh3-64 is not the one given in ``checksums``.
+        """
+        length_bytes = self._state.length_bytes(chain, part)
+        views = split_buffers(payloads, length_bytes=length_bytes, count=len(chain), what="payloads")
+        if checksums is not None and len(checksums) != len(chain):
+            raise InvalidRequest(f"checksums: {len(checksums)} for {len(chain)} blocks")
+        tally = PutTally(len(chain))
+        with contextlib.suppress(*AWAY), self._counted():
+            await self._run(
+                lambda session: calls.put_plan(
+                    session,
+                    chain,
+                    views,
+                    part=part,
+                    length_bytes=length_bytes,
+                    checksums=checksums,
+                    tally=tally,
+                ),
+                timeout_s=self._state.timeouts.put_s if timeout_s is None else timeout_s,
+                namespace=chain.namespace,
+            )
+        return tally.result()
+
+    async def prefetch(
+        self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
+    ) -> int:
+        """Load stored leading blocks into the top tier; returns how many are there (0 without a server)."""
+        self._state.length_bytes(chain, part)
+        with contextlib.suppress(*AWAY), self._counted():
+            return await self._run(
+                lambda session: calls.prefetch_plan(session, chain, part),
+                timeout_s=self._state.timeouts.fetch_s if timeout_s is None else timeout_s,
+                namespace=chain.namespace,
+            )
+        return 0
+
+    async def drop(
+        self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
+    ) -> int:
+        """Forget every copy of these blocks that is not leased; returns how many blocks had one.
+
+        Raises:
+            ServerUnavailable: no server answers in time.
+        """
+        self._state.length_bytes(chain, part)
+        return await self._control(
+            lambda session: calls.drop_plan(session, chain, part), timeout_s, namespace=chain.namespace
+        )
+
+    async def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until everything put has been written through; False if time ran out.
+
+        Raises:
+            ServerUnavailable: no server answers in time.
+        """
+        return await self._control(calls.flush_plan, timeout_s)
+
+    async def stats(self, *, timeout_s: float | None = None) -> dict[str, Any]:  # Any: JSON
+        """Return the server's counters and occupancy.
+
+        Raises:
+            ServerUnavailable: no server answers in time.
+        """
+        return await self._control(lambda _: calls.stats_plan(), timeout_s)
+
+    async def check(self, sample_blocks: int = 64, *, timeout_s: float | None = None) -> list[str]:
+        """Have the server verify its invariants and a sample of checksums; one line per violation.
+
+        Raises:
+            ServerUnavailable: no server answers in time.
+        """
+        return await self._control(lambda _: calls.check_plan(sample_blocks), timeout_s)
+
+    async def ping(self, *, timeout_s: float | None = None) -> None:
+        """Return if the server answers.
+
+        Raises:
+            ServerUnavailable: no server answers in time.
+            ProtocolMismatch: it speaks another version of the protocol.
+        """
+        await self._control(lambda _: calls.ping_plan(), timeout_s)
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether a call is worth making: the last attempt to connect succeeded, or is long enough ago."""
+        return not self._is_closed and self._state.may_connect
+
+    def client_stats(self) -> ClientStats:
+        """Return what happened to this client since it was made."""
+        return self._state.stats
+
+    async def _fetch(
+        self,
+        chain: PrefixChain,
+        buffers: calls.BufferSource,
+        *,
+        part: Part | None,
+        timeout_s: float | None,
+    ) -> FetchResult:
+        tally = FetchTally()
+        length_bytes = self._state.length_bytes(chain, part)
+        try:
+            reason = await self._run(
+                lambda session: calls.fetch_plan(
+                    session, chain, part=part, length_bytes=length_bytes, buffers=buffers, tally=tally
+                ),
+                timeout_s=self._state.timeouts.fetch_s if timeout_s is None else timeout_s,
+                namespace=chain.namespace,
+            )
+        except AWAY as error:
+            reason = None if tally.blocks == len(chain) else self._state.note_away(error)
+        return tally.result(reason)
+
+    async def _control(
+        self,
+        make_plan: Callable[[Session], Plan[T]],
+        timeout_s: float | None,
+        *,
+        namespace: NamespaceDigest | None = None,
+    ) -> T:
+        timeout_s = self._state.timeouts.control_s if timeout_s is None else timeout_s
+        return await self._run(make_plan, timeout_s=timeout_s, namespace=namespace, is_control=True)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        try:
+            yield
+        except AWAY as error:
+            self._state.note_away(error)
+            raise
+
+    async def _run(
+        self,
+        make_plan: Callable[[Session], Plan[T]],
+        *,
+        timeout_s: float,
+        namespace: NamespaceDigest | None = None,
+        is_control: bool = False,
+    ) -> T:
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            link = await self._open_link(deadline_s, is_control=is_control)
+            if namespace is not None and namespace not in link.opened:
+                await _open_namespace(link, namespace, self._state.layout(namespace), deadline_s)
+            session = _CallSession(link, self._state, self._copiers, deadline_s)
+            return await _follow(make_plan(session), session)
+        except ProtocolMismatch:
+            self._state.note_protocol_error()
+            link_in_doubt, self._link = self._link, None
+            if link_in_doubt is not None:
+                await link_in_doubt.close()
+            raise
+
+    async def _open_link(self, deadline_s: float, *, is_control: bool) -> AsyncLink:
+        """Return the connection, made if there is none; one caller makes it, the others wait for it."""
+        if self._link is not None and self._link.is_open:
+            return self._link
+        try:
+            async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())), self._connecting:
+                if self._is_closed:
+                    raise InvalidRequest("client: it is closed")
+                if self._link is not None and self._link.is_open:
+                    return self._link
+                if not is_control:
+                    self._state.check_may_connect()
+                return await self._connect()
+        except TimeoutError as error:
+            raise TimedOut(f"server at {self._path}: no connection in time") from error
+
+    async def _connect(self) -> AsyncLink:
+        link: AsyncLink | None = None
+        try:
+            link = await AsyncLink.open(self._path, self._arenas)
+        finally:
+            if link is None:
+                self._state.note_not_connected()
+        self._state.note_connected(link.welcome.instance)
+        self._link = link
+        return link
+
+
+async def _open_namespace(
+    link: AsyncLink, digest: NamespaceDigest, layout: KVLayout, deadline_s: float
+) -> None:
+    answer = await link.ask(OpenNamespace(digest, layout), deadline_s)
+    if isinstance(answer, Failed):
+        raise answer.to_error()
+    link.opened.add(digest)
+
+
+async def _follow(plan: Plan[T], session: _CallSession) -> T:
+    """Carry out a plan's steps until it returns."""
+    try:
+        step = next(plan)
+        while True:
+            try:
+                outcome = await session.carry_out(step)
+            except BaseException as error:  # whatever it is, the plan gives back what it holds and re-raises
+                step = plan.throw(error)
+            else:
+                step = plan.send(outcome)
+    except StopIteration as end:
+        value: T = end.value
+        return value

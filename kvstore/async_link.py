@@ -1,0 +1,229 @@
+"""One connection of an asyncio client: many requests under way, each answered by its id.
+
+A request whose caller gave up stays registered until its answer comes; what a late answer lends is given back
+at once. A connection that stays silent while requests wait, or that breaks the protocol, is closed.
+"""
+
+import array
+import asyncio
+import os
+import socket
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from kvstore.arena_link import ArenaCache, MappedArena
+from kvstore.calls import TimedOut
+from kvstore.errors import ProtocolMismatch, ServerUnavailable
+from kvstore.keys import NamespaceDigest
+from kvstore.link import accept_greeting, close_all, greeting, receive_greeting
+from kvstore.messages import (
+    Answer,
+    Lent,
+    Ready,
+    Release,
+    Request,
+    ReturnSlots,
+    UnusedSlot,
+    Welcome,
+    decode_answer,
+    encode_message,
+)
+from kvstore.wire import Frame, FrameDecoder
+
+_SILENCE_S = 1.0
+"""A connection from which nothing came for this long while a request waited is taken for dead."""
+
+
+class _Waiting(NamedTuple):
+    answer: "asyncio.Future[Answer]"
+    sent_s: float
+
+
+class AsyncLink(asyncio.Protocol):
+    """A greeted connection on one event loop."""
+
+    def __init__(self, welcome: Welcome, arena: MappedArena | None) -> None:
+        self.welcome = welcome
+        self.arena = arena
+        self.opened: set[NamespaceDigest] = set()
+        self._decoder = FrameDecoder()
+        self._waiting: dict[int, _Waiting] = {}
+        self._next_id = 1
+        self._heard_s = time.monotonic()
+        self._transport: asyncio.Transport | None = None
+        self._room = asyncio.Semaphore(welcome.max_in_flight)
+        self._closed = asyncio.Event()
+
+    @classmethod
+    async def open(cls, path: Path, arenas: ArenaCache) -> "AsyncLink":
+        """Connect and greet. The caller bounds the time.
+
+        Raises:
+            ServerUnavailable: nobody answers.
+            ProtocolMismatch: the server speaks another version, or its arena is not one.
+        """
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(sock, os.fspath(path))
+            link = cls(*await _greet(sock, arenas))
+            await loop.create_unix_connection(lambda: link, sock=sock)
+        except OSError as error:
+            sock.close()
+            raise ServerUnavailable(f"server at {path}: {error.strerror or error}: is it running?") from error
+        except BaseException:
+            sock.close()
+            raise
+        return link
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests can be sent."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes from the server."""
+        self._heard_s = time.monotonic()
+        self._decoder.feed(data)
+        try:
+            while self.is_open and (frame := self._decoder.next_frame()) is not None:
+                self._settle(frame)
+        except ProtocolMismatch as error:
+            self._fail(error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Fail everything that waits."""
+        self._transport = None
+        self._closed.set()
+        for waiting in self._waiting.values():
+            if not waiting.answer.done():
+                waiting.answer.set_exception(ServerUnavailable("server: connection lost"))
+        self._waiting.clear()
+
+    async def ask(self, request: Request, deadline_s: float) -> Answer:
+        """Send a request and return its answer.
+
+        Raises:
+            InvalidRequest: the request is too large; nothing was sent.
+            ServerUnavailable: the server went away (TimedOut: no answer in time).
+            ProtocolMismatch: the server broke the protocol.
+        """
+        loop = asyncio.get_running_loop()
+        request_id = self._next_id
+        self._next_id += 1
+        data = encode_message(request, request_id)
+        await self._take_room(deadline_s)
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            self._room.release()
+            raise ServerUnavailable("server: connection lost")
+        answer: asyncio.Future[Answer] = loop.create_future()
+        answer.add_done_callback(_retrieve)
+        self._waiting[request_id] = _Waiting(answer, time.monotonic())
+        timer = loop.call_later(max(0.0, deadline_s - time.monotonic()), self._expire, answer)
+        transport.write(data)
+        try:
+            return await answer
+        finally:
+            timer.cancel()
+            answer.cancel()
+
+    def tell(self, message: Request) -> None:
+        """Send a message that has no answer."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(encode_message(message, self._next_id))
+            self._next_id += 1
+
+    async def close(self) -> None:
+        """Close the connection; returns when it is closed. Idempotent."""
+        if self._transport is not None:
+            self._transport.abort()
+            await self._closed.wait()
+
+    async def _take_room(self, deadline_s: float) -> None:
+        if not self._room.locked():
+            await self._room.acquire()
+            return
+        try:
+            async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):
+                await self._room.acquire()
+        except TimeoutError as error:
+            raise TimedOut("client: too many requests are under way") from error
+
+    def _expire(self, answer: "asyncio.Future[Answer]") -> None:
+        if answer.done():
+            return
+        answer.set_exception(TimedOut("server: no answer in time"))
+        oldest = next(iter(self._waiting.values()), None)
+        now_s = time.monotonic()
+        if oldest is not None and now_s - max(oldest.sent_s, self._heard_s) > _SILENCE_S:
+            self._fail(TimedOut("server: silent for too long"))
+
+    def _settle(self, frame: Frame) -> None:
+        waiting = self._waiting.pop(frame.request_id, None)
+        if waiting is None:
+            raise ProtocolMismatch(f"answer: for request {frame.request_id}, which is not under way")
+        self._room.release()
+        try:
+            answer = decode_answer(frame)
+        except ProtocolMismatch as error:
+            if not waiting.answer.done():
+                waiting.answer.set_exception(error)
+            raise
+        if not waiting.answer.done():
+            waiting.answer.set_result(answer)
+        elif isinstance(answer, Ready) and answer.lease is not None:
+            self.tell(Release(answer.lease))
+        elif isinstance(answer, Lent) and answer.slots:
+            self.tell(ReturnSlots(tuple([UnusedSlot(at.offset, at.generation) for at in answer.slots])))
+
+    def _fail(self, error: ServerUnavailable | ProtocolMismatch) -> None:
+        for waiting in self._waiting.values():
+            if not waiting.answer.done():
+                waiting.answer.set_exception(error)
+        if self._transport is not None:
+            self._transport.abort()
+
+
+def _retrieve(answer: "asyncio.Future[Answer]") -> None:
+    # An error that nobody waits for any more is no mistake: the caller was cancelled.
+    if not answer.cancelled():
+        answer.exception()
+
+
+async def _greet(sock: socket.socket, arenas: ArenaCache) -> tuple[Welcome, MappedArena | None]:
+    loop = asyncio.get_running_loop()
+    decoder, fds = FrameDecoder(), array.array("i")
+    try:
+        await loop.sock_sendall(sock, greeting())
+        while True:
+            await _readable(sock)
+            try:
+                frame = receive_greeting(sock, decoder, fds)
+            except BlockingIOError:
+                continue
+            if frame is not None:
+                return accept_greeting(frame, decoder, fds, arenas)
+    finally:
+        close_all(fds)
+
+
+async def _readable(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(sock, wake)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(sock)

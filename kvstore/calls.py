@@ -1,0 +1,398 @@
+"""The clients' calls, decided without I/O: each is a plan that yields steps and gets their results.
+
+A plan is a generator. It yields ``Ask`` (send a request, give back the answer), ``Tell`` (send a message that
+has no answer) or ``Work`` (run a copy, on a thread where the caller must not block), and returns the call's
+result. `KVStore` and `AsyncKVStore` differ only in how they carry out steps, so both keep the same promises:
+on the data path an absent, dying or slow server is a result; bytes are handed out only if checksum and
+generation agree after the copy; a lease is given back however the copy ends.
+"""
+
+import json
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+
+from kvstore.errors import (
+    CorruptBlock,
+    InvalidRequest,
+    ProtocolMismatch,
+    ServerUnavailable,
+    TierFull,
+    TierUnavailable,
+)
+from kvstore.keys import PrefixChain
+from kvstore.layout import Part
+from kvstore.messages import (
+    Answer,
+    ChainRef,
+    Check,
+    Commit,
+    Count,
+    Done,
+    Drop,
+    Failed,
+    Fetch,
+    Flush,
+    Lent,
+    LentSlot,
+    Match,
+    Matched,
+    Ping,
+    Prefetch,
+    Ready,
+    ReadySlot,
+    Release,
+    Report,
+    Request,
+    Reserve,
+    ReturnSlots,
+    Stats,
+    UnusedSlot,
+    WrittenSlot,
+    timeout_us,
+)
+from kvstore.results import MissReason, PrefixMatch, PutResult
+from kvstore.transfer import Bytes, ReadEnd, SlotReader, read_slots, write_slots
+from kvstore.wire import MAX_KEYS
+
+WINDOW_BYTES = 128 << 20
+"""Payload bytes that one request of a larger call leases or reserves, so that no call holds the arena."""
+
+_MAX_WINDOW_BLOCKS = 1024
+_ANSWER_RESERVE_S = 0.002
+_MAX_REPORT_JSON = 1 << 20
+
+
+class TimedOut(ServerUnavailable):
+    """The server did not answer within the call's time."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    """How many leading blocks were copied into the buffers, and where each came from.
+
+    Buffers behind ``blocks`` hold nothing of value. ``checksums`` are the blocks' xxh3-64. ``reason`` says
+    why the next block was not served; None when every block was.
+    """
+
+    blocks: int
+    origins: tuple[str, ...]
+    checksums: tuple[int, ...]
+    reason: MissReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Step: send a request, give back its answer."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Step: send a message that is not answered."""
+
+    message: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Step: run a function that copies. It gets a predicate: stop, time is up or nobody waits any more."""
+
+    run: Callable[[Callable[[], bool]], object]
+    size_bytes: int
+
+
+Step: TypeAlias = Ask | Tell | Work
+T = TypeVar("T")
+A = TypeVar("A", bound=Answer)
+Plan: TypeAlias = Generator[Step, Any, T]  # Any: what a step gives back depends on the step
+
+
+class Session(Protocol):
+    """What a plan may know of the connection that carries out its steps."""
+
+    def remaining_s(self) -> float:
+        """Seconds until the call must be over; not negative."""
+
+    def reading_arena(self) -> SlotReader:
+        """Return the arena for reading. Raises ServerUnavailable if the server has none."""
+
+    def writing_arena(self) -> SlotReader:
+        """Return the arena for writing. Raises ServerUnavailable if the server has none."""
+
+    def note_corrupt(self) -> None:
+        """Count a block whose bytes were wrong."""
+
+
+def _ask(request: Request, expected: type[A]) -> Plan[A]:
+    answer = yield Ask(request)
+    if isinstance(answer, Failed):
+        raise answer.to_error()
+    if not isinstance(answer, expected):
+        raise ProtocolMismatch(f"answer: {type(answer).__name__} to {type(request).__name__}")
+    return answer
+
+
+def _server_timeout_us(session: Session) -> int:
+    # The server must end first, or its answer would arrive when nobody waits any more.
+    remaining_s = session.remaining_s()
+    return timeout_us(remaining_s - min(_ANSWER_RESERVE_S, remaining_s / 4))
+
+
+def _check_keys(chain: PrefixChain) -> None:
+    if len(chain) > MAX_KEYS:
+        raise InvalidRequest(f"chain: {len(chain)} keys, limit {MAX_KEYS}: split it")
+
+
+def match_plan(session: Session, chain: PrefixChain, part: Part | None) -> Plan[PrefixMatch]:
+    """Count the leading blocks that are stored."""
+    _check_keys(chain)
+    about = ChainRef(chain, part)
+    answer = yield from _ask(Match(about, _server_timeout_us(session)), Matched)
+    tiers = answer.tiers.expand()
+    if len(tiers) > len(chain):
+        raise ProtocolMismatch(f"answer: {len(tiers)} blocks match a chain of {len(chain)}")
+    return PrefixMatch(len(tiers), tiers, answer.reason)
+
+
+def prefetch_plan(session: Session, chain: PrefixChain, part: Part | None) -> Plan[int]:
+    """Load stored leading blocks into the top tier."""
+    _check_keys(chain)
+    answer = yield from _ask(Prefetch(ChainRef(chain, part), _server_timeout_us(session)), Count)
+    return answer.count
+
+
+def drop_plan(session: Session, chain: PrefixChain, part: Part | None) -> Plan[int]:
+    """Forget every copy of these blocks that is not leased."""
+    _check_keys(chain)
+    answer = yield from _ask(Drop(ChainRef(chain, part), _server_timeout_us(session)), Count)
+    return answer.count
+
+
+def ping_plan() -> Plan[None]:
+    """Ask whether the server answers."""
+    yield from _ask(Ping(), Done)
+
+
+def flush_plan(session: Session) -> Plan[bool]:
+    """Wait until what was put has been written through."""
+    answer = yield from _ask(Flush(_server_timeout_us(session)), Count)
+    return answer.count > 0
+
+
+def stats_plan() -> Plan[dict[str, Any]]:
+    """Ask for counters and occupancy."""
+    answer = yield from _ask(Stats(), Report)
+    value = _load_json(answer.json)
+    if not isinstance(value, dict):
+        raise ProtocolMismatch("answer: stats are not a JSON object")
+    return value
+
+
+def check_plan(sample_blocks: int) -> Plan[list[str]]:
+    """Have the server verify its invariants; one line per violation."""
+    answer = yield from _ask(Check(sample_blocks), Report)
+    value = _load_json(answer.json)
+    if not isinstance(value, list) or not all(isinstance(line, str) for line in value):
+        raise ProtocolMismatch("answer: check's lines are not a JSON list of texts")
+    return value
+
+
+class FetchTally:
+    """What a fetch has copied so far; kept outside the plan, so that a lost server does not lose it."""
+
+    def __init__(self) -> None:
+        self._slots: list[ReadySlot] = []
+        self._origins: list[str] = []
+
+    @property
+    def blocks(self) -> int:
+        """Leading blocks copied and verified."""
+        return len(self._slots)
+
+    def add(self, slots: Sequence[ReadySlot], origins: Sequence[str]) -> None:
+        """Note verified blocks."""
+        self._slots.extend(slots)
+        self._origins.extend(origins)
+
+    def result(self, reason: MissReason | None) -> FetchResult:
+        """Return the result of the call."""
+        checksums = tuple([slot.checksum for slot in self._slots])
+        return FetchResult(len(self._slots), tuple(self._origins), checksums, reason)
+
+
+BufferSource: TypeAlias = Callable[[int, int], Sequence[Bytes]]
+"""Gives the buffers of blocks start to stop of the chain; called when they are known to be stored."""
+
+
+def fetch_plan(
+    session: Session,
+    chain: PrefixChain,
+    *,
+    part: Part | None,
+    length_bytes: int,
+    buffers: BufferSource,
+    tally: FetchTally,
+) -> Plan[MissReason | None]:
+    """Copy the longest stored prefix into buffers, window by window; returns why it ended early."""
+    _check_keys(chain)
+    window = _window_blocks(length_bytes)
+    for start in range(0, len(chain), window):
+        about = ChainRef(chain[start : start + window], part)
+        answer = yield from _ask(Fetch(about, _server_timeout_us(session)), Ready)
+        if len(answer.slots) > len(about.chain) or (answer.slots and answer.length_bytes != length_bytes):
+            raise ProtocolMismatch("answer: fetched blocks do not fit the request")
+        reason = yield from _copy_out(session, about, answer, buffers=buffers, start=start, tally=tally)
+        if reason is not None:
+            return reason
+        if len(answer.slots) < len(about.chain):
+            return answer.reason or MissReason.UNAVAILABLE
+    return None
+
+
+def _copy_out(
+    session: Session,
+    about: ChainRef,
+    answer: Ready,
+    *,
+    buffers: BufferSource,
+    start: int,
+    tally: FetchTally,
+) -> Plan[MissReason | None]:
+    if answer.lease is None:
+        return None
+    corrupt: ChainRef | None = None
+    try:
+        arena = session.reading_arena()
+        targets = buffers(start, start + len(answer.slots))
+
+        def copy(should_stop: Callable[[], bool]) -> tuple[int, ReadEnd]:
+            return read_slots(arena, answer.slots, targets, should_stop)
+
+        end: ReadEnd
+        good, end = yield Work(copy, len(targets) * answer.length_bytes)
+        tally.add(answer.slots[:good], answer.origins.expand()[:good])
+        if end is ReadEnd.ALL:
+            return None
+        if end is ReadEnd.STOPPED:
+            return MissReason.TIMED_OUT
+        session.note_corrupt()
+        if end is ReadEnd.DAMAGED:
+            corrupt = ChainRef(about.chain[good : good + 1], about.part)
+        return MissReason.CORRUPT
+    finally:
+        yield Tell(Release(answer.lease, corrupt))
+
+
+class PutTally:
+    """What a put has achieved so far; the rest counts as dropped."""
+
+    def __init__(self, blocks: int) -> None:
+        self._blocks = blocks
+        self.stored = 0
+        self.present = 0
+
+    def result(self) -> PutResult:
+        """Return the result of the call."""
+        return PutResult(self.stored, self.present, self._blocks - self.stored - self.present)
+
+
+def put_plan(
+    session: Session,
+    chain: PrefixChain,
+    payloads: Sequence[Bytes],
+    *,
+    part: Part | None,
+    length_bytes: int,
+    checksums: Sequence[int] | None,
+    tally: PutTally,
+) -> Plan[None]:
+    """Store blocks that are not stored yet, window by window."""
+    _check_keys(chain)
+    window = _window_blocks(length_bytes)
+    for start in range(0, len(chain), window):
+        about = ChainRef(chain[start : start + window], part)
+        try:
+            lent = yield from _ask(Reserve(about, _server_timeout_us(session)), Lent)
+        except (TierFull, TierUnavailable):
+            return
+        room = len(about.chain) - lent.present
+        if len(lent.slots) > room or (lent.slots and lent.slots[-1].position >= len(about.chain)):
+            raise ProtocolMismatch("answer: lent slots do not fit the request")
+        tally.present += lent.present
+        if lent.slots:
+            yield from _write_and_commit(
+                session,
+                about,
+                lent.slots,
+                payloads=payloads[start:],
+                checksums=None if checksums is None else checksums[start:],
+                tally=tally,
+            )
+        if len(lent.slots) < room or session.remaining_s() <= 0:
+            return
+
+
+def _write_and_commit(
+    session: Session,
+    about: ChainRef,
+    slots: tuple[LentSlot, ...],
+    *,
+    payloads: Sequence[Bytes],
+    checksums: Sequence[int] | None,
+    tally: PutTally,
+) -> Plan[None]:
+    unused = slots
+    try:
+        arena = session.writing_arena()
+        sources = [payloads[slot.position] for slot in slots]
+        expected = None if checksums is None else [checksums[slot.position] for slot in slots]
+
+        def copy(should_stop: Callable[[], bool]) -> list[WrittenSlot]:
+            return write_slots(arena, slots, sources, should_stop, expected=expected)
+
+        written: list[WrittenSlot] = yield Work(copy, sum(map(len, sources)))
+        if written:
+            stored = yield from _ask(Commit(about, tuple(written)), Count)
+            if stored.count > len(written):
+                raise ProtocolMismatch("answer: more blocks stored than were committed")
+            tally.stored += stored.count
+            tally.present += len(written) - stored.count
+        unused = slots[len(written) :]
+    finally:
+        if unused:
+            yield Tell(ReturnSlots(tuple([UnusedSlot(slot.offset, slot.generation) for slot in unused])))
+
+
+def miss_reason(error: ServerUnavailable | ProtocolMismatch | TierUnavailable | CorruptBlock) -> MissReason:
+    """Return the reason that a failure of the connection or the server is on the data path."""
+    if isinstance(error, TimedOut):
+        return MissReason.TIMED_OUT
+    return MissReason.CORRUPT if isinstance(error, CorruptBlock) else MissReason.UNAVAILABLE
+
+
+def allocate_blocks(length_bytes: int, into: list[Bytes]) -> BufferSource:
+    """Return a source that makes one array per block when it is needed, and collects them in ``into``."""
+
+    def make(start: int, stop: int) -> Sequence[Bytes]:
+        into.extend(np.empty(length_bytes, np.uint8) for _ in range(stop - start))
+        return into[start:stop]
+
+    return make
+
+
+def _window_blocks(length_bytes: int) -> int:
+    return max(1, min(_MAX_WINDOW_BLOCKS, WINDOW_BYTES // max(1, length_bytes)))
+
+
+def _load_json(data: bytes) -> object:
+    if len(data) > _MAX_REPORT_JSON:
+        raise ProtocolMismatch("answer: a report above its limit")
+    try:
+        value: object = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolMismatch("answer: a report is not JSON") from error
+    return value

@@ -1,0 +1,120 @@
+"""``kvstore engine``: run the bundled inference engine, with or without a store."""
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvstore.errors import KVStoreError, ServerUnavailable
+
+if TYPE_CHECKING:
+    from kvstore_engine_adapter.serve_engine import ServeOptions
+
+
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command to the command line's parser."""
+    parser = subparsers.add_parser(
+        "engine",
+        help="run the bundled inference engine",
+        description="Serve a Llama-architecture model over HTTP (POST /v1/chat/completions, GET /v1/models),"
+        " reusing KV blocks from a store. Prints one JSON line with the URL on stdout when ready. SIGTERM"
+        " ends it. Exit status: 0 ended by a signal, 1 failed, 2 usage or bad input.",
+    )
+    parser.add_argument("--model", type=Path, required=True, metavar="PATH", help="GGUF file or model folder")
+    parser.add_argument("--store", metavar="ADDRESS", help="address of a store (default: none)")
+    parser.add_argument("--no-reuse", action="store_true", help="compute every prompt; keep no blocks at all")
+    parser.add_argument("--host", default="127.0.0.1", help="a loopback address (default: %(default)s)")
+    parser.add_argument("--port", type=_port, default=8000, help="0: a free one (default: %(default)s)")
+    parser.add_argument("--served-model-name", metavar="NAME", help="default: the model's own name")
+    parser.add_argument(
+        "--max-model-len", type=_positive, metavar="TOKENS", help="prompt and answer (default: up to 8192)"
+    )
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--kv-cache-bytes", type=_positive, metavar="BYTES", help="size of the vram tier")
+    size.add_argument(
+        "--num-blocks", type=_positive, help="size of the vram tier (default: 4 full sequences)"
+    )
+    parser.add_argument("--block-tokens", type=_positive, default=16, help="default: %(default)s")
+    parser.add_argument("--threads", type=_positive, default=1, help="torch threads (default: %(default)s)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--tenant-salt-file",
+        type=Path,
+        metavar="FILE",
+        help="secret bytes that separate this tenant's blocks",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the engine until a signal ends it."""
+    # The engine's packages are an extra: the other commands work without them.
+    try:
+        from kvstore_engine_adapter.serve_engine import serve_engine
+    except ImportError as error:
+        return _complain(f"engine needs {error.name}: pip install 'tiered-kvstore[engine]'", 2)
+    if args.store is not None and args.no_reuse:
+        return _complain("engine: --store and --no-reuse exclude each other: leave one out", 2)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        asyncio.run(serve_engine(_options(args), _announce))
+    except ServerUnavailable as error:
+        return _complain(str(error), 3)
+    except KVStoreError as error:
+        return _complain(str(error), 2)
+    return 0
+
+
+def _options(args: argparse.Namespace) -> "ServeOptions":
+    # The engine's packages are an extra, see run().
+    from kvstore_engine_adapter.serve_engine import ServeOptions
+
+    lower = []
+    if args.store is not None:
+        from kvstore_tiers.store import StoreTier  # loaded only where a store is used
+
+        lower.append(StoreTier(args.store))
+    return ServeOptions(
+        model=args.model,
+        store=args.store,
+        host=args.host,
+        port=args.port,
+        served_model_name=args.served_model_name,
+        max_model_tokens=args.max_model_len,
+        kv_cache_bytes=args.kv_cache_bytes,
+        num_blocks=args.num_blocks,
+        block_tokens=args.block_tokens,
+        threads=args.threads,
+        dtype=args.dtype,
+        device=args.device,
+        tenant_salt_file=args.tenant_salt_file,
+        is_reusing=not args.no_reuse,
+        lower=lower,
+    )
+
+
+def _announce(event: dict[str, object]) -> None:
+    print(json.dumps(event), flush=True)
+
+
+def _complain(message: str, status: int) -> int:
+    print(f"kvstore: {message}", file=sys.stderr)
+    return status
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{value} is outside 0..65535")
+    return value

@@ -1,0 +1,55 @@
+"""``kvstore serve``: run a store until it is told to stop."""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+
+from kvstore.config import Config, load_config
+from kvstore.running import serving
+
+
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command to the command line's parser."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="run a store until it is told to stop",
+        description="Run a store until SIGTERM or SIGINT, then finish what is under way. Exit status:"
+        " 0 stopped as told, 2 bad configuration, or a tier or the socket cannot be used.",
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file (default: $KVSTORE_CONFIG, else the defaults)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON line when ready, and one when stopped"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal comes."""
+    config = load_config(args.config)
+    logging.basicConfig(
+        level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    asyncio.run(_serve(config, as_json=args.json))
+    return 0
+
+
+async def _serve(config: Config, *, as_json: bool) -> None:
+    loop = asyncio.get_running_loop()
+    told_to_stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told_to_stop.set)
+    socket_path = str(config.server.socket)
+    async with serving(config, socket_path=socket_path):
+        _say("ready", f"kvstore: ready on {socket_path}", socket_path, as_json=as_json)
+        await told_to_stop.wait()
+    _say("stopped", "kvstore: stopped", socket_path, as_json=as_json)
+
+
+def _say(event: str, text: str, socket_path: str, *, as_json: bool) -> None:
+    line = json.dumps({"event": event, "socket": socket_path, "pid": os.getpid()}) if as_json else text
+    print(line, flush=True)

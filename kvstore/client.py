@@ -1,0 +1,447 @@
+"""KVStore: the blocking client of a store, safe in threads and across fork."""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import calls
+from kvstore.arena_link import ArenaCache
+from kvstore.calls import Ask, FetchResult, FetchTally, Plan, PutTally, Session, Step, Tell, TimedOut
+from kvstore.client_state import AWAY, ClientState, ClientStats, Timeouts
+from kvstore.errors import InvalidRequest, ProtocolMismatch, ServerUnavailable
+from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
+from kvstore.layout import KVLayout, Part
+from kvstore.link import Dial, Link, unix_dial
+from kvstore.messages import Answer, Failed, OpenNamespace
+from kvstore.results import PrefixMatch, PutResult
+from kvstore.server_address import parse_address
+from kvstore.transfer import Buffer, SlotReader, require_writable, split_buffers
+
+if TYPE_CHECKING:
+    from kvstore.config import Config
+
+T = TypeVar("T")
+
+MAX_LINKS = 16
+"""Connections one client holds at most; further threads wait their turn, within their call's time."""
+
+
+class _CallSession:
+    """One call on one connection."""
+
+    def __init__(self, link: Link, state: ClientState, deadline_s: float) -> None:
+        self._link = link
+        self._state = state
+        self._deadline_s = deadline_s
+
+    def remaining_s(self) -> float:
+        return max(0.0, self._deadline_s - time.monotonic())
+
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._deadline_s
+
+    def reading_arena(self) -> SlotReader:
+        if self._link.arena is None:
+            raise ServerUnavailable("server: it has no arena to fetch from")
+        return self._link.arena.reading
+
+    def writing_arena(self) -> SlotReader:
+        if self._link.arena is None:
+            raise ServerUnavailable("server: it has no arena to put into")
+        return self._link.arena.writing
+
+    def note_corrupt(self) -> None:
+        self._state.note_corrupt()
+
+    def carry_out(self, step: Step) -> Answer | object:
+        """Do what a plan asks for, and return what it gets."""
+        if isinstance(step, Ask):
+            return self._link.ask(step.request, self._deadline_s)
+        if isinstance(step, Tell):
+            self._link.tell(step.message)
+            return None
+        return step.run(self.is_over)
+
+
+class _LinkPool:
+    """Connections of one process, each used by one call at a time."""
+
+    def __init__(self, dial: Dial, state: ClientState) -> None:
+        self.pid = os.getpid()
+        self._dial = dial
+        self._state = state
+        self._arenas = ArenaCache()
+        self._idle: list[Link] = []
+        self._num_links = 0
+        self._is_closed = False
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def lend(self, deadline_s: float, *, is_control: bool) -> Iterator[Link]:
+        """Lend a connection for one call; one in doubt is closed afterwards."""
+        link = self._take(deadline_s, is_control=is_control)
+        try:
+            yield link
+        finally:
+            self._give_back(link)
+
+    def close(self) -> None:
+        """Close every connection; one in use is closed when its call ends."""
+        with self._changed:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+            self._changed.notify_all()
+        for link in idle:
+            link.close()
+        self._arenas.forget()
+
+    def _take(self, deadline_s: float, *, is_control: bool) -> Link:
+        while True:
+            with self._changed:
+                if self._is_closed:
+                    raise InvalidRequest("client: it is closed")
+                if self._idle:
+                    link = self._idle.pop()
+                elif self._num_links < MAX_LINKS:
+                    if not is_control:
+                        self._state.check_may_connect()
+                    self._num_links += 1
+                    break
+                else:
+                    if not self._changed.wait(max(0.0, deadline_s - time.monotonic())):
+                        raise TimedOut(f"client: all {MAX_LINKS} connections are in use")
+                    continue
+            if link.is_usable:
+                return link
+            self._close(link)
+        return self._connect(deadline_s)
+
+    def _connect(self, deadline_s: float) -> Link:
+        link: Link | None = None
+        try:
+            link = Link.open(self._dial, self._arenas, deadline_s)
+        finally:
+            if link is None:
+                self._state.note_not_connected()
+                with self._changed:
+                    self._num_links -= 1
+                    self._changed.notify()
+        self._state.note_connected(link.welcome.instance)
+        return link
+
+    def _give_back(self, link: Link) -> None:
+        with self._changed:
+            if link.is_clean and not self._is_closed:
+                self._idle.append(link)
+                self._changed.notify()
+                return
+        self._close(link)
+
+    def _close(self, link: Link) -> None:
+        link.close()
+        with self._changed:
+            self._num_links -= 1
+            self._changed.notify()
+
+
+class KVStore:
+    """A blocking client of a store.
+
+    Threads may share it: each call has a connection of its own while it lasts. After a fork the child opens
+    its own connections. On the data path (match, fetch_into, get, put, prefetch) a server that is absent,
+    dying, restarted or too slow is a result, never an exception, and no call takes longer than its timeout;
+    connections are remade by themselves. Control calls (ping, stats, check, flush, drop) raise
+    ServerUnavailable instead.
+
+    Every data call raises InvalidRequest for a chain or buffers that no state of the store could serve:
+    a namespace that is not open, wrong sizes, more than 10 000 keys.
+    """
+
+    def __init__(
+        self, dial: Dial, *, timeouts: Timeouts | None = None, on_close: Callable[[], None] | None = None
+    ) -> None:
+        self._state = ClientState(timeouts or Timeouts())
+        self._dial = dial
+        self._on_close = on_close
+        self._pool = _LinkPool(dial, self._state)
+
+    @classmethod
+    def connect(
+        cls,
+        address: str | os.PathLike[str],
+        *,
+        timeout_s: float | None = None,
+        timeouts: Timeouts | None = None,
+    ) -> Self:
+        """Return a client of the server at ``unix:/path`` (or a plain path).
+
+        The server need not be there yet: until it is, everything is a miss. ``timeout_s`` is the time of
+        every call of the data path; ``timeouts`` gives each kind its own.
+
+        Raises:
+            InvalidConfig: the address is malformed or too long, or a timeout is not positive.
+        """
+        path = parse_address(address)
+        return cls(unix_dial(path), timeouts=(timeouts or Timeouts()).for_data(timeout_s))
+
+    @classmethod
+    def local(cls, config: "Config", *, timeouts: Timeouts | None = None) -> Self:
+        """Open a store inside this process, in a thread with its own event loop, and return its client.
+
+        Raises:
+            InvalidConfig, TierUnavailable: the store cannot be opened.
+        """
+        # Imported here because a client of a running server must not load the tiers' packages.
+        from kvstore.running import LocalServer
+
+        server = LocalServer.start(config)
+        return cls(server.dial, timeouts=timeouts, on_close=server.stop)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections, and the store itself if it is local. Idempotent."""
+        self._pool.close()
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
+
+    def open_namespace(self, namespace: Namespace) -> None:
+        """Make a namespace's chains usable; the server learns of it with the first call about it.
+
+        Raises:
+            InvalidRequest: its digest is open with another layout.
+        """
+        self._state.open_namespace(namespace)
+
+    def match(
+        self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
+    ) -> PrefixMatch:
+        """Count the leading blocks that are stored, and say where. No payload moves."""
+        self._state.length_bytes(chain, part)
+        try:
+            return self._run(
+                lambda session: calls.match_plan(session, chain, part),
+                timeout_s=self._state.timeouts.match_s if timeout_s is None else timeout_s,
+                namespace=chain.namespace,
+            )
+        except AWAY as error:
+            return PrefixMatch(0, (), self._state.note_away(error))
+
+    def fetch_into(
+        self, chain: PrefixChain, buffers: Buffer, *, part: Part | None = None, timeout_s: float | None = None
+    ) -> FetchResult:
+        """Copy the longest stored prefix into ``buffers``: one per block, or one that holds all in a row.
+
+        Checksum and generation of every block are checked after the copy. Buffers behind the result's
+        ``blocks`` may have been written to and hold nothing of value.
+        """
+        length_bytes = self._state.length_bytes(chain, part)
+        views = split_buffers(buffers, length_bytes=length_bytes, count=len(chain), what="buffers")
+        require_writable(views, "buffers")
+        return self._fetch(chain, lambda start, stop: views[start:stop], part=part, timeout_s=timeout_s)
+
+    def get(
+        self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
+    ) -> list[npt.NDArray[np.uint8]]:
+        """Return the bytes of the longest stored prefix, one array ``[length_bytes]`` uint8 per block."""
+        blocks: list[npt.NDArray[np.uint8]] = []
+        source = calls.allocate_blocks(self._state.length_bytes(chain, part), blocks)
+        result = self._fetch(chain, source, part=part, timeout_s=timeout_s)
+        return blocks[: result.blocks]
+
+    def put(
+        self,
+        chain: PrefixChain,
+        payloads: Buffer,
+        *,
+        part: Part | None = None,
+        timeout_s: float | None = None,
+        checksums: Sequence[int] | None = None,
+    ) -> PutResult:
+        """Store the blocks of ``chain``: one payload per block, or one buffer that holds all in a row.
+
+        Blocks that are present are not written again. What found no room, or no server, is dropped, and so
+        is a payload whose xxh3-64 is not the one given in ``checksums``.
+        """
+        length_bytes = self._state.length_bytes(chain, part)
+        views = split_buffers(payloads, length_bytes=length_bytes, count=len(chain), what="payloads")
+        if checksums is not None and len(checksums) != len(chain):
+            raise InvalidRequest(f"checksums: {len(checksums)} for {len(chain)} blocks")
+        tally = PutTally(len(chain))
+        with contextlib.suppress(*AWAY), self._counted():
+            self._run(
+                lambda session: calls.put_plan(
+                    session,
+                    chain,
+                    views,
+                    part=part,
+                    length_bytes=length_bytes,
+                    checksums=checksums,
+                    tally=tally,
+                ),
+                timeout_s=self._state.timeouts.put_s if timeout_s is None else timeout_s,
+                namespace=chain.namespace,
+            )
+        return tally.result()
+
+    def prefetch(
+        self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
+    ) -> int:
+        """Load stored leading blocks into the top tier; returns how many are there (0 without a server)."""
+        self._state.length_bytes(chain, part)
+        with contextlib.suppress(*AWAY), self._counted():
+            return self._run(
+                lambda session: calls.prefetch_plan(session, chain, part),
+                timeout_s=self._state.timeouts.fetch_s if timeout_s is None else timeout_s,
+                namespace=chain.namespace,
+            )
+        return 0
+
+    def drop(self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None) -> int:
+        """Forget every copy of these blocks that is not leased; returns how many blocks had one.
+
+        Raises:
+            ServerUnavailable: no server answers in time.
+        """
+        self._state.length_bytes(chain, part)
+        return self._control(
+            lambda session: calls.drop_plan(session, chain, part), timeout_s, namespace=chain.namespace
+        )
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until everything put has been written through; False if time ran out.
+
+        Raises:
+            ServerUnavailable: no server answers in time.
+        """
+        return self._control(calls.flush_plan, timeout_s)
+
+    def stats(self, *, timeout_s: float | None = None) -> dict[str, Any]:  # Any: JSON
+        """Return the server's counters and occupancy.
+
+        Raises:
+            ServerUnavailable: no server answers in time.
+        """
+        return self._control(lambda _: calls.stats_plan(), timeout_s)
+
+    def check(self, sample_blocks: int = 64, *, timeout_s: float | None = None) -> list[str]:
+        """Have the server verify its invariants and a sample of checksums; one line per violation.
+
+        Raises:
+            ServerUnavailable: no server answers in time.
+        """
+        return self._control(lambda _: calls.check_plan(sample_blocks), timeout_s)
+
+    def ping(self, *, timeout_s: float | None = None) -> None:
+        """Return if the server answers.
+
+        Raises:
+            ServerUnavailable: no server answers in time.
+            ProtocolMismatch: it speaks another version of the protocol.
+        """
+        self._control(lambda _: calls.ping_plan(), timeout_s)
+
+    def client_stats(self) -> ClientStats:
+        """Return what happened to this client since it was made."""
+        return self._state.stats
+
+    def _fetch(
+        self,
+        chain: PrefixChain,
+        buffers: calls.BufferSource,
+        *,
+        part: Part | None,
+        timeout_s: float | None,
+    ) -> FetchResult:
+        tally = FetchTally()
+        length_bytes = self._state.length_bytes(chain, part)
+        try:
+            reason = self._run(
+                lambda session: calls.fetch_plan(
+                    session, chain, part=part, length_bytes=length_bytes, buffers=buffers, tally=tally
+                ),
+                timeout_s=self._state.timeouts.fetch_s if timeout_s is None else timeout_s,
+                namespace=chain.namespace,
+            )
+        except AWAY as error:
+            reason = None if tally.blocks == len(chain) else self._state.note_away(error)
+        return tally.result(reason)
+
+    def _control(
+        self,
+        make_plan: Callable[[Session], Plan[T]],
+        timeout_s: float | None,
+        *,
+        namespace: NamespaceDigest | None = None,
+    ) -> T:
+        timeout_s = self._state.timeouts.control_s if timeout_s is None else timeout_s
+        return self._run(make_plan, timeout_s=timeout_s, namespace=namespace, is_control=True)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        try:
+            yield
+        except AWAY as error:
+            self._state.note_away(error)
+            raise
+
+    def _run(
+        self,
+        make_plan: Callable[[Session], Plan[T]],
+        *,
+        timeout_s: float,
+        namespace: NamespaceDigest | None = None,
+        is_control: bool = False,
+    ) -> T:
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            with self._live_pool().lend(deadline_s, is_control=is_control) as link:
+                session = _CallSession(link, self._state, deadline_s)
+                if namespace is not None and namespace not in link.opened:
+                    _open_namespace(link, namespace, self._state.layout(namespace), deadline_s)
+                return _follow(make_plan(session), session)
+        except ProtocolMismatch:
+            self._state.note_protocol_error()
+            raise
+
+    def _live_pool(self) -> _LinkPool:
+        if self._pool.pid != os.getpid():
+            # The parent's connections are its own; closing our copies of their descriptors ends nothing.
+            inherited, self._pool = self._pool, _LinkPool(self._dial, self._state)
+            for link in inherited._idle:
+                link.close()
+        return self._pool
+
+
+def _open_namespace(link: Link, digest: NamespaceDigest, layout: KVLayout, deadline_s: float) -> None:
+    answer = link.ask(OpenNamespace(digest, layout), deadline_s)
+    if isinstance(answer, Failed):
+        raise answer.to_error()
+    link.opened.add(digest)
+
+
+def _follow(plan: Plan[T], session: _CallSession) -> T:
+    """Carry out a plan's steps until it returns."""
+    try:
+        step = next(plan)
+        while True:
+            try:
+                outcome = session.carry_out(step)
+            except BaseException as error:  # whatever it is, the plan gives back what it holds and re-raises
+                step = plan.throw(error)
+            else:
+                step = plan.send(outcome)
+    except StopIteration as end:
+        value: T = end.value
+        return value

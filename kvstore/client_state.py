@@ -1,0 +1,164 @@
+"""What both clients keep besides connections: timeouts, namespaces, counters, patience with a dead server."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvstore.calls import TimedOut, miss_reason
+from kvstore.errors import (
+    CorruptBlock,
+    InvalidConfig,
+    InvalidRequest,
+    ProtocolMismatch,
+    ServerUnavailable,
+    TierUnavailable,
+)
+from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
+from kvstore.layout import KVLayout, Part
+from kvstore.results import MissReason
+
+AWAY = (ServerUnavailable, ProtocolMismatch, TierUnavailable, CorruptBlock)
+"""Failures that are results on the data path."""
+
+_FIRST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds that a call may take when it is not told otherwise."""
+
+    match_s: float = 0.05
+    fetch_s: float = 1.0
+    put_s: float = 1.0
+    control_s: float = 5.0
+
+    def for_data(self, timeout_s: float | None) -> "Timeouts":
+        """Return these with one time for all calls of the data path, if one is given."""
+        if timeout_s is None:
+            return self
+        if not timeout_s > 0:
+            raise InvalidConfig(f"timeout_s is {timeout_s!r}, expected a positive number of seconds")
+        return replace(self, match_s=timeout_s, fetch_s=timeout_s, put_s=timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientStats:
+    """What happened to one client since it was made.
+
+    ``connects`` counts connections made, ``server_restarts`` those that met another server instance than
+    the one before; ``timeouts`` and ``unavailable`` calls that ended so; ``checksum_failures`` blocks whose
+    bytes were wrong after the copy; ``protocol_errors`` connections closed because of what the server sent.
+    """
+
+    connects: int = 0
+    server_restarts: int = 0
+    timeouts: int = 0
+    unavailable: int = 0
+    checksum_failures: int = 0
+    protocol_errors: int = 0
+
+
+class ClientState:
+    """Namespaces and counters of one client. Thread-safe."""
+
+    def __init__(self, timeouts: Timeouts, clock: Callable[[], float] = time.monotonic) -> None:
+        self.timeouts = timeouts
+        self.clock = clock
+        self._lock = threading.Lock()
+        self._layouts: dict[NamespaceDigest, KVLayout] = {}
+        self._stats = ClientStats()
+        self._instance: bytes | None = None
+        self._pause_s = 0.0
+        self._closed_until_s = 0.0
+
+    def open_namespace(self, namespace: Namespace) -> None:
+        """Make a namespace's chains usable in this client."""
+        self.open_layout(namespace.digest, namespace.layout)
+
+    def open_layout(self, digest: NamespaceDigest, layout: KVLayout) -> None:
+        """Make a namespace usable of which only digest and layout are known.
+
+        Raises:
+            InvalidRequest: the digest is open with another layout.
+        """
+        with self._lock:
+            known = self._layouts.setdefault(digest, layout)
+        if known != layout:
+            raise InvalidRequest(f"namespace {digest.hex()[:12]}: already open with another layout")
+
+    def layout(self, digest: NamespaceDigest) -> KVLayout:
+        """Return the layout of an open namespace. Raises InvalidRequest if it is not open."""
+        layout = self._layouts.get(digest)
+        if layout is None:
+            raise InvalidRequest(
+                f"namespace {digest.hex()[:12]}: not open in this client: call open_namespace"
+            )
+        return layout
+
+    def length_bytes(self, chain: PrefixChain, part: Part | None) -> int:
+        """Return the bytes of each block of a chain, or of that part of it.
+
+        Raises:
+            InvalidRequest: the namespace is not open, or its blocks have another number of tokens.
+            InvalidLayout: the part is not within the layout.
+        """
+        layout = self.layout(chain.namespace)
+        if chain.block_tokens != layout.block_tokens:
+            raise InvalidRequest(
+                f"chain: blocks of {chain.block_tokens} tokens, the namespace has {layout.block_tokens}"
+            )
+        return layout.block_bytes if part is None else layout.part_bytes(part)
+
+    @property
+    def stats(self) -> ClientStats:
+        """Counters as they are now."""
+        return self._stats
+
+    def note_away(
+        self, error: ServerUnavailable | ProtocolMismatch | TierUnavailable | CorruptBlock
+    ) -> MissReason:
+        """Count a call that the server did not serve; returns the reason it is a miss for."""
+        with self._lock:
+            at = self._stats
+            if isinstance(error, TimedOut):
+                self._stats = replace(at, timeouts=at.timeouts + 1)
+            else:
+                self._stats = replace(at, unavailable=at.unavailable + 1)
+        return miss_reason(error)
+
+    def note_corrupt(self) -> None:
+        """Count a block whose bytes were wrong after the copy."""
+        with self._lock:
+            self._stats = replace(self._stats, checksum_failures=self._stats.checksum_failures + 1)
+
+    def note_protocol_error(self) -> None:
+        """Count a connection that was closed because of what the server sent."""
+        with self._lock:
+            self._stats = replace(self._stats, protocol_errors=self._stats.protocol_errors + 1)
+
+    def note_connected(self, instance: bytes) -> None:
+        """Count a connection, and a restart if the instance is another than before."""
+        with self._lock:
+            at = self._stats
+            restarts = at.server_restarts + (self._instance not in (None, instance))
+            self._stats = replace(at, connects=at.connects + 1, server_restarts=restarts)
+            self._instance = instance
+            self._pause_s = self._closed_until_s = 0.0
+
+    def note_not_connected(self) -> None:
+        """Count a failed attempt to connect: calls of the data path do not try again for a while."""
+        with self._lock:
+            self._pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._pause_s))
+            self._closed_until_s = self.clock() + self._pause_s
+
+    @property
+    def may_connect(self) -> bool:
+        """Whether the pause after a failed attempt to connect is over."""
+        return self.clock() >= self._closed_until_s
+
+    def check_may_connect(self) -> None:
+        """Raise ServerUnavailable while the pause after a failed attempt lasts."""
+        if not self.may_connect:
+            raise ServerUnavailable("server: did not answer a moment ago; trying again shortly")

@@ -1,0 +1,215 @@
+"""One blocking connection to a server: greeting, arena, and one request at a time.
+
+A connection whose last exchange did not end cleanly (timed out, interrupted, malformed) is in doubt and is
+closed, never used again; the server then takes back everything it lent to it.
+"""
+
+import array
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvstore.arena_link import ArenaCache, MappedArena
+from kvstore.calls import TimedOut
+from kvstore.errors import ProtocolMismatch, ServerUnavailable
+from kvstore.keys import NamespaceDigest
+from kvstore.messages import Answer, Hello, Request, Welcome, decode_answer, encode_message
+from kvstore.wire import Frame, FrameDecoder
+
+Dial = Callable[[float], socket.socket]
+"""Makes a connected stream socket before an instant of ``time.monotonic()``, or raises ServerUnavailable."""
+
+_RECEIVE_BYTES = 256 << 10
+_TELL_PATIENCE_S = 0.005
+_GREETING_ID = 0
+
+
+def unix_dial(path: Path) -> Dial:
+    """Return a Dial to the Unix socket at ``path``."""
+
+    def dial(deadline_s: float) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(_patience_s(deadline_s))
+            sock.connect(os.fspath(path))
+        except TimeoutError as error:
+            sock.close()
+            raise TimedOut(f"server at {path}: no connection in time") from error
+        except OSError as error:
+            sock.close()
+            raise ServerUnavailable(f"server at {path}: {error.strerror or error}: is it running?") from error
+        return sock
+
+    return dial
+
+
+class Link:
+    """A greeted connection. Not thread-safe: one call uses it at a time."""
+
+    def __init__(self, sock: socket.socket, welcome: Welcome, arena: MappedArena | None) -> None:
+        self._sock = sock
+        self._decoder = FrameDecoder()
+        self._next_id = _GREETING_ID + 1
+        self._is_clean = True
+        self.welcome = welcome
+        self.arena = arena
+        self.opened: set[NamespaceDigest] = set()
+
+    @classmethod
+    def open(cls, dial: Dial, arenas: ArenaCache, deadline_s: float) -> "Link":
+        """Connect and greet.
+
+        Raises:
+            ServerUnavailable: nobody answers (TimedOut: not in time).
+            ProtocolMismatch: the server speaks another version, or its arena is not one.
+        """
+        sock = dial(deadline_s)
+        try:
+            return cls(sock, *_greet(sock, arenas, deadline_s))
+        except BaseException:
+            sock.close()
+            raise
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the last exchange ended cleanly and the server has neither gone nor spoken unasked."""
+        if not self._is_clean or self._decoder.pending_bytes:
+            return False
+        try:
+            self._sock.settimeout(0)
+            self._sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether no exchange is half done."""
+        return self._is_clean
+
+    def ask(self, request: Request, deadline_s: float) -> Answer:
+        """Send a request and return its answer.
+
+        Raises:
+            InvalidRequest: the request is too large; nothing was sent.
+            ServerUnavailable: the server went away (TimedOut: no answer in time).
+            ProtocolMismatch: the answer is malformed or belongs to another request.
+        """
+        request_id = self._next_id
+        self._next_id += 1
+        data = encode_message(request, request_id)
+        self._is_clean = False
+        try:
+            self._sock.settimeout(_patience_s(deadline_s))
+            self._sock.sendall(data)
+            frame = self._receive(deadline_s)
+        except TimeoutError as error:
+            raise TimedOut(f"server: no answer to {type(request).__name__} in time") from error
+        except OSError as error:
+            raise ServerUnavailable(f"server: connection lost: {error}") from error
+        if frame.request_id != request_id:
+            raise ProtocolMismatch(f"answer: for request {frame.request_id}, expected {request_id}")
+        answer = decode_answer(frame)
+        self._is_clean = True
+        return answer
+
+    def tell(self, message: Request) -> None:
+        """Send a message that has no answer; a connection that cannot take it at once is in doubt."""
+        if not self._is_clean:
+            return
+        self._is_clean = False
+        try:
+            self._sock.settimeout(_TELL_PATIENCE_S)
+            self._sock.sendall(encode_message(message, self._next_id))
+        except OSError:
+            return
+        self._next_id += 1
+        self._is_clean = True
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._is_clean = False
+        self._sock.close()
+
+    def _receive(self, deadline_s: float) -> Frame:
+        while (frame := self._decoder.next_frame()) is None:
+            self._sock.settimeout(_patience_s(deadline_s))
+            data = self._sock.recv(_RECEIVE_BYTES)
+            if not data:
+                raise ServerUnavailable("server: it closed the connection")
+            self._decoder.feed(data)
+        return frame
+
+
+def receive_greeting(sock: socket.socket, decoder: FrameDecoder, fds: "array.array[int]") -> Frame | None:
+    """Receive once from a greeted server: bytes into ``decoder``, descriptors into ``fds``.
+
+    Returns the frame once it is whole. Raises ServerUnavailable at the end of the stream, ProtocolMismatch
+    for more than one descriptor, and what ``socket.recvmsg`` raises.
+    """
+    data, ancillary, flags, _ = sock.recvmsg(4096, socket.CMSG_SPACE(fds.itemsize), socket.MSG_CMSG_CLOEXEC)
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    if not data:
+        raise ServerUnavailable("server: it closed the connection at the greeting: is it full or stopping?")
+    if flags & socket.MSG_CTRUNC or len(fds) > 1:
+        raise ProtocolMismatch("greeting: more than one descriptor came with it")
+    decoder.feed(data)
+    return decoder.next_frame()
+
+
+def accept_greeting(
+    frame: Frame, decoder: FrameDecoder, fds: "array.array[int]", arenas: ArenaCache
+) -> tuple[Welcome, MappedArena | None]:
+    """Check the answer to Hello and map the arena. Takes over the descriptor in ``fds``.
+
+    Raises:
+        ProtocolMismatch: another message, bytes after it, or no arena where one was announced.
+    """
+    answer = decode_answer(frame)
+    if not isinstance(answer, Welcome) or frame.request_id != _GREETING_ID or decoder.pending_bytes:
+        raise ProtocolMismatch(f"greeting: answered by {type(answer).__name__}")
+    if not answer.arena_bytes:
+        return answer, None
+    if not fds:
+        raise ProtocolMismatch("greeting: the arena's descriptor did not come with it")
+    return answer, arenas.adopt(answer.instance, fds.pop(), answer.arena_bytes)
+
+
+def greeting() -> bytes:
+    """Return the first frame a client sends."""
+    return encode_message(Hello(os.getpid()), _GREETING_ID)
+
+
+def close_all(fds: "array.array[int]") -> None:
+    """Close descriptors that nobody took over."""
+    while fds:
+        os.close(fds.pop())
+
+
+def _greet(sock: socket.socket, arenas: ArenaCache, deadline_s: float) -> tuple[Welcome, MappedArena | None]:
+    decoder, fds = FrameDecoder(), array.array("i")
+    try:
+        sock.settimeout(_patience_s(deadline_s))
+        sock.sendall(greeting())
+        while (frame := receive_greeting(sock, decoder, fds)) is None:
+            sock.settimeout(_patience_s(deadline_s))
+        return accept_greeting(frame, decoder, fds, arenas)
+    except TimeoutError as error:
+        raise TimedOut("server: it accepted the connection but did not answer the greeting") from error
+    except OSError as error:
+        raise ServerUnavailable(f"server: connection lost at the greeting: {error}") from error
+    finally:
+        close_all(fds)
+
+
+def _patience_s(deadline_s: float) -> float:
+    remaining_s = deadline_s - time.monotonic()
+    if remaining_s <= 0:
+        raise TimeoutError
+    return remaining_s

@@ -1,0 +1,112 @@
+"""Running a store: assembled from its configuration, opened, served, and closed again in order."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Self
+
+from kvstore.assembly import assemble
+from kvstore.config import Config
+from kvstore.errors import ServerUnavailable
+from kvstore.server import StoreServer
+
+_JOIN_PATIENCE_S = 30.0
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    config: Config, *, socket_path: str | os.PathLike[str] | None = None
+) -> AsyncIterator[StoreServer]:
+    """Open the store a configuration describes and serve it, at ``socket_path`` if one is given.
+
+    Raises:
+        InvalidConfig: the socket or the configuration cannot be used.
+        TierUnavailable: a tier cannot be opened.
+    """
+    store = assemble(config)
+    await store.manager.open()
+    try:
+        server = StoreServer(
+            store.manager,
+            store.dram.arena.fd,
+            socket_path=socket_path,
+            max_connections=config.server.max_connections,
+        )
+        await server.start()
+        try:
+            yield server
+        finally:
+            await server.stop()
+    finally:
+        await store.manager.close()
+
+
+OpenServer = Callable[[], AbstractAsyncContextManager[StoreServer]]
+
+
+class LocalServer:
+    """Runs a store and its server on a thread; clients of this process reach it over socket pairs."""
+
+    def __init__(self, open_server: OpenServer) -> None:
+        self._open_server = open_server
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._server: StoreServer | None = None
+        self._stop: asyncio.Event | None = None
+        self._started = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="kvstore-local", daemon=True)
+
+    @classmethod
+    def start(cls, config: Config) -> Self:
+        """Open the store on its thread and return when it serves. Raises what opening raises."""
+        local = cls(lambda: serving(config))
+        local._thread.start()
+        local._started.wait()
+        if local._failure is not None:
+            local._thread.join()
+            raise local._failure
+        return local
+
+    def dial(self, deadline_s: float) -> socket.socket:
+        """Return a socket connected to the server; a forked child has none (ServerUnavailable)."""
+        loop, server = self._loop, self._server
+        if loop is None or server is None or not self._thread.is_alive() or deadline_s <= time.monotonic():
+            raise ServerUnavailable("server: the local store is closed, or belongs to another process")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            loop.call_soon_threadsafe(server.serve_socket, theirs)
+        except RuntimeError as error:
+            ours.close()
+            theirs.close()
+            raise ServerUnavailable("server: the local store is closed") from error
+        return ours
+
+    def stop(self) -> None:
+        """Close server and store and wait for the thread. Idempotent."""
+        loop, stop = self._loop, self._stop
+        if loop is None or stop is None or not self._thread.is_alive():
+            return
+        loop.call_soon_threadsafe(stop.set)
+        self._thread.join(_JOIN_PATIENCE_S)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except BaseException as error:  # handed to the thread that waits in start()
+            if self._started.is_set():
+                raise
+            self._failure = error
+            self._started.set()
+
+    async def _main(self) -> None:
+        async with self._open_server() as server:
+            self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+            self._server = server
+            self._started.set()
+            await self._stop.wait()
+            self._server = None

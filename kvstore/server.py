@@ -1,0 +1,284 @@
+"""StoreServer: lets clients reach a BlockManager over a Unix socket, or over a connected socket pair."""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import stat
+import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from kvstore.errors import InvalidConfig, ProtocolMismatch, ServerUnavailable
+from kvstore.log_limit import LimitedWarning
+from kvstore.manager import BlockManager
+from kvstore.messages import INSTANCE_BYTES, Failed, Hello, Welcome, decode_request, encode_message
+from kvstore.server_address import parse_address
+from kvstore.serving import MAX_IN_FLIGHT, Connection, ServerCounters
+from kvstore.wire import FrameDecoder
+
+logger = logging.getLogger(__name__)
+
+_GREETING_TIMEOUT_S = 5.0
+_BACKLOG = 128
+_START_TRIES = 200
+_START_PAUSE_S = 0.01
+_ACCEPT_PAUSE_S = 0.1
+_PEER = struct.Struct("3i")
+
+
+class StoreServer:
+    """Serves one manager on one event loop.
+
+    The manager is opened before and closed after by whoever owns it. ``arena_fd`` is the top tier's memfd,
+    sent to every client (None: clients can neither fetch nor put); it stays the caller's.
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        arena_fd: int | None,
+        *,
+        socket_path: str | os.PathLike[str] | None = None,
+        max_connections: int = 256,
+    ) -> None:
+        self._manager = manager
+        self._arena_fd = arena_fd
+        self._socket_path = socket_path
+        self._max_connections = max_connections
+        self._instance = os.urandom(INSTANCE_BYTES)
+        self._listener: socket.socket | None = None
+        self._bound: tuple[Path, os.stat_result] | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._greetings: set[asyncio.Task[None]] = set()
+        self._connections: set[Connection] = set()
+        self._is_stopping = False
+        self._malformed = LimitedWarning(logger)
+        self._refusals = LimitedWarning(logger)
+        self.counters = ServerCounters()
+
+    async def start(self) -> None:
+        """Listen on the socket, made with mode 0600. A stale socket file is replaced.
+
+        Raises:
+            InvalidConfig: the path is too long, is no socket, its folder cannot be used, or another server
+                answers there.
+        """
+        if self._socket_path is None:
+            return
+        path = parse_address(self._socket_path)
+        self._listener = await _listen(path)
+        self._bound = (path, path.stat())
+        self._accepting = asyncio.create_task(self._accept(self._listener), name="server-accept")
+        logger.info("server: listening on %s", path)
+
+    def serve_socket(self, sock: socket.socket) -> None:
+        """Serve a connected socket, one end of a pair. Takes it over; call it on the loop's thread."""
+        sock.setblocking(False)
+        task = asyncio.create_task(self._greet(sock))
+        self._greetings.add(task)
+        task.add_done_callback(self._greetings.discard)
+
+    @property
+    def num_connections(self) -> int:
+        """Clients connected now."""
+        return len(self._connections)
+
+    async def stop(self, *, drain_s: float = 5.0) -> None:
+        """Stop listening, answer the requests under way for up to ``drain_s`` seconds, and disconnect."""
+        self._is_stopping = True
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.gather(self._accepting, return_exceptions=True)
+            self._accepting = None
+        self._unlisten()
+        for task in self._greetings:
+            task.cancel()
+        draining = [asyncio.create_task(connection.drain()) for connection in self._connections]
+        if draining:
+            _, late = await asyncio.wait(draining, timeout=drain_s)
+            for waiting in late:
+                waiting.cancel()
+        await asyncio.gather(*self._greetings, *draining, return_exceptions=True)
+        for connection in list(self._connections):
+            connection.close()
+        await asyncio.sleep(0)
+        for connection in list(self._connections):
+            connection.abort()
+        await asyncio.sleep(0)
+
+    def _unlisten(self) -> None:
+        bound, self._bound = self._bound, None
+        if bound is not None:
+            path, made = bound
+            with contextlib.suppress(OSError):
+                found = path.lstat()
+                if (found.st_dev, found.st_ino) == (made.st_dev, made.st_ino):
+                    path.unlink()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                # Out of descriptors or memory: clients wait in the backlog meanwhile.
+                self._refusals.warn("server: cannot accept a connection: %s", error)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            self.serve_socket(sock)
+
+    async def _greet(self, sock: socket.socket) -> None:
+        """Check who connects, exchange greetings, and hand the socket to a Connection."""
+        try:
+            async with asyncio.timeout(_GREETING_TIMEOUT_S):
+                refusal = self._refusal(sock)
+                if refusal is not None:
+                    self._refuse(sock, refusal)
+                    return
+                decoder = FrameDecoder()
+                await self._read_hello(sock, decoder)
+                self._send_welcome(sock)
+        except ProtocolMismatch as error:
+            self.counters.protocol_errors += 1
+            self._malformed.warn("server: closed a connection at its greeting: %s", error)
+            self._refuse(sock, error)
+            return
+        except (OSError, TimeoutError, ServerUnavailable):
+            self.counters.refused_connections += 1
+            sock.close()
+            return
+        except asyncio.CancelledError:
+            sock.close()
+            raise
+        await self._hand_over(sock, decoder)
+
+    async def _hand_over(self, sock: socket.socket, decoder: FrameDecoder) -> None:
+        connection = Connection(
+            self._manager,
+            decoder,
+            counters=self.counters,
+            malformed=self._malformed,
+            on_end=self._connections.discard,
+        )
+        self._connections.add(connection)
+        self.counters.connections += 1
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, sock)
+
+    def _refusal(self, sock: socket.socket) -> ServerUnavailable | None:
+        _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        if uid != os.geteuid():
+            return ServerUnavailable(f"server: it belongs to user {os.geteuid()}, not to user {uid}")
+        if len(self._connections) >= self._max_connections:
+            return ServerUnavailable(
+                f"server: {self._max_connections} clients are connected, none more: raise max_connections"
+            )
+        return ServerUnavailable("server: stopping") if self._is_stopping else None
+
+    def _refuse(self, sock: socket.socket, error: ServerUnavailable | ProtocolMismatch) -> None:
+        if isinstance(error, ServerUnavailable):
+            self.counters.refused_connections += 1
+            self._refusals.warn("%s", error)
+            error_to_send = error
+        else:
+            error_to_send = ServerUnavailable(str(error))
+        with contextlib.suppress(OSError):
+            sock.send(encode_message(Failed.of(error_to_send), 0))
+        sock.close()
+
+    async def _read_hello(self, sock: socket.socket, decoder: FrameDecoder) -> None:
+        loop = asyncio.get_running_loop()
+        while (frame := decoder.next_frame()) is None:
+            data = await loop.sock_recv(sock, 4096)
+            if not data:
+                raise ServerUnavailable("client: gone before its greeting")
+            decoder.feed(data)
+        request = decode_request(frame)
+        if not isinstance(request, Hello):
+            raise ProtocolMismatch(f"message: {type(request).__name__} before the greeting")
+
+    def _send_welcome(self, sock: socket.socket) -> None:
+        if self._arena_fd is None:
+            sock.send(encode_message(Welcome(self._instance, 0, MAX_IN_FLIGHT), 0))
+            return
+        arena_bytes = os.fstat(self._arena_fd).st_size
+        frame = encode_message(Welcome(self._instance, arena_bytes, MAX_IN_FLIGHT), 0)
+        # The buffer of a fresh socket holds far more than this frame, so it goes out whole.
+        socket.send_fds(sock, [frame], [self._arena_fd])
+
+
+async def _listen(path: Path) -> socket.socket:
+    """Return a listening socket at ``path``, private from its first moment."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        async with _folder_lock(path.parent):
+            _remove_stale(path)
+            listener.bind(os.fspath(path))
+            # Nobody can connect before listen(), so nobody connects before the mode is set.
+            _make_private(path)
+            listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise InvalidConfig(
+            f"socket {path}: cannot be made: {error.strerror or error}: its folder must exist and be writable"
+        ) from error
+    except BaseException:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+@contextlib.asynccontextmanager
+async def _folder_lock(folder: Path) -> AsyncIterator[None]:
+    """Let one server at a time look for a stale socket in a folder and put its own there."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for _ in range(_START_TRIES):
+            if _try_lock(fd):
+                break
+            await asyncio.sleep(_START_PAUSE_S)
+        else:
+            raise InvalidConfig(
+                f"socket: {folder} is locked: another server has been starting there for long"
+            )
+        yield
+    finally:
+        os.close(fd)
+
+
+def _make_private(path: Path) -> None:
+    path.chmod(0o600)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove a socket file that nobody listens on; refuse anything else that is in the way."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise InvalidConfig(f"socket {path}: there is something else at that path: choose another")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except BlockingIOError:
+            pass  # its backlog is full: somebody listens
+    raise InvalidConfig(f"socket {path}: another server answers there: stop it, or choose another path")

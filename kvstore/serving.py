@@ -1,0 +1,387 @@
+"""Connection: one client served, from its greeting to its end.
+
+Several requests of a client may be under way; each is answered by its id. When the connection ends, however
+it ends, everything its owner holds is given back at once. What a client can make the server hold is bounded:
+requests under way, bytes not yet read, answers it does not read. A frame that breaks the protocol ends this
+connection and no other.
+"""
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from kvstore.errors import InvalidRequest, KVStoreError, ProtocolMismatch, ServerUnavailable
+from kvstore.log_limit import LimitedWarning
+from kvstore.manager import BlockManager
+from kvstore.messages import (
+    Answer,
+    ChainRef,
+    Check,
+    Commit,
+    Count,
+    Done,
+    Drop,
+    Failed,
+    FailureCode,
+    Fetch,
+    Flush,
+    Lent,
+    LentSlot,
+    Match,
+    Matched,
+    OpenNamespace,
+    Ping,
+    Prefetch,
+    Ready,
+    ReadySlot,
+    Release,
+    Report,
+    Request,
+    Reserve,
+    ReturnSlots,
+    Stats,
+    TierNames,
+    WrittenSlot,
+    decode_request,
+    encode_message,
+)
+from kvstore.results import LeaseId, ReservedSlot
+from kvstore.tier import Slot
+from kvstore.wire import Frame, FrameDecoder
+
+logger = logging.getLogger(__name__)
+
+MAX_IN_FLIGHT = 32
+"""Requests of one connection that may be under way; more wait unread in its socket."""
+
+_WRITE_HIGH_BYTES = 1 << 20
+_SLOW_READER_S = 10.0
+_MAX_NAMESPACES = 1024
+_MAX_CHECK_LINES = 200
+
+
+@dataclass(slots=True)
+class ServerCounters:
+    """What a server has seen; part of its stats."""
+
+    connections: int = 0
+    refused_connections: int = 0
+    protocol_errors: int = 0
+    slow_readers: int = 0
+    failed_requests: int = 0
+    corrupt_reports: int = 0
+    requests: Counter[str] = field(default_factory=Counter)
+
+    def as_dict(self) -> dict[str, object]:
+        """Return a JSON-ready copy."""
+        return {
+            "connections": self.connections,
+            "refused_connections": self.refused_connections,
+            "protocol_errors": self.protocol_errors,
+            "slow_readers": self.slow_readers,
+            "failed_requests": self.failed_requests,
+            "corrupt_reports": self.corrupt_reports,
+            "requests": dict(self.requests),
+        }
+
+
+class Connection(asyncio.Protocol):
+    """One greeted client. ``decoder`` holds what it sent after its greeting."""
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        decoder: FrameDecoder,
+        *,
+        counters: ServerCounters,
+        malformed: LimitedWarning,
+        on_end: Callable[["Connection"], None],
+    ) -> None:
+        self._manager = manager
+        self._decoder = decoder
+        self._counters = counters
+        self._malformed = malformed
+        self._on_end = on_end
+        self._owner = manager.new_owner()
+        self._in_flight: dict[int, asyncio.Task[None]] = {}
+        self._namespaces: set[bytes] = set()
+        self._lent: dict[int, int] = {}
+        self._transport: asyncio.Transport | None = None
+        self._is_choked = False
+        self._is_draining = False
+        self._slow_timer: asyncio.TimerHandle | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin to serve."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(high=_WRITE_HIGH_BYTES)
+        self._pump()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes from the client."""
+        self._decoder.feed(data)
+        self._pump()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Give back everything the client held."""
+        self._transport = None
+        if self._slow_timer is not None:
+            self._slow_timer.cancel()
+        for task in self._in_flight.values():
+            task.cancel()
+        self._manager.release_owner(self._owner)
+        self._on_end(self)
+
+    def pause_writing(self) -> None:
+        """The client does not read its answers: read nothing more from it, and not for ever."""
+        self._is_choked = True
+        self._slow_timer = asyncio.get_running_loop().call_later(_SLOW_READER_S, self._end_slow_reader)
+        self._pump()
+
+    def resume_writing(self) -> None:
+        """The client has caught up."""
+        self._is_choked = False
+        if self._slow_timer is not None:
+            self._slow_timer.cancel()
+            self._slow_timer = None
+        self._pump()
+
+    async def drain(self) -> None:
+        """Refuse new requests and wait until those under way are answered."""
+        self._is_draining = True
+        await self._idle.wait()
+
+    def close(self) -> None:
+        """End the connection once what was answered has been sent, as far as the client reads it."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """End the connection now."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _pump(self) -> None:
+        """Accept whole frames while there is room for their requests, and read on only if there is."""
+        try:
+            while self._has_room and (frame := self._decoder.next_frame()) is not None:
+                self._accept(frame)
+        except ProtocolMismatch as error:
+            self._counters.protocol_errors += 1
+            self._malformed.warn("server: closed a connection: %s", error)
+            self.abort()
+            return
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self._has_room:
+            self._transport.resume_reading()
+        else:
+            self._transport.pause_reading()
+
+    @property
+    def _has_room(self) -> bool:
+        is_open = self._transport is not None and not self._transport.is_closing()
+        return is_open and not self._is_choked and len(self._in_flight) < MAX_IN_FLIGHT
+
+    def _accept(self, frame: Frame) -> None:
+        request = decode_request(frame)
+        self._counters.requests[type(request).__name__.lower()] += 1
+        if isinstance(request, Release):
+            self._release(request)
+        elif isinstance(request, ReturnSlots):
+            self._return(request)
+        elif frame.request_id in self._in_flight:
+            raise ProtocolMismatch(f"request id {frame.request_id} is already under way")
+        elif self._is_draining:
+            self._send(Failed.of(ServerUnavailable("server: stopping")), frame.request_id)
+        elif not self._answer_at_once(request, frame.request_id):
+            task = asyncio.create_task(self._serve(request, frame.request_id))
+            self._in_flight[frame.request_id] = task
+            self._idle.clear()
+            task.add_done_callback(lambda _: self._finish(frame.request_id))
+
+    def _finish(self, request_id: int) -> None:
+        del self._in_flight[request_id]
+        if not self._in_flight:
+            self._idle.set()
+        self._pump()
+
+    def _answer_at_once(self, request: Request, request_id: int) -> bool:
+        """Answer what needs no waiting; False if the request is none of those."""
+        try:
+            match request:
+                case Ping():
+                    self._send(Done(), request_id)
+                case OpenNamespace():
+                    self._send(self._open_namespace(request), request_id)
+                case Commit():
+                    self._send(self._commit(request), request_id)
+                case Stats():
+                    self._send(self._report(), request_id)
+                case _:
+                    return False
+        except KVStoreError as error:
+            self._refuse(error, request_id)
+        return True
+
+    async def _serve(self, request: Request, request_id: int) -> None:
+        try:
+            answer = await self._answer(request)
+        except ProtocolMismatch:
+            self._counters.protocol_errors += 1
+            self.abort()
+        except KVStoreError as error:
+            self._refuse(error, request_id)
+        except Exception:
+            logger.exception("server: %s failed", type(request).__name__)
+            self._counters.failed_requests += 1
+            self._send(Failed(FailureCode.INTERNAL, "see the server's log"), request_id)
+        else:
+            self._send(answer, request_id)
+
+    async def _answer(self, request: Request) -> Answer:
+        match request:
+            case Match(about, timeout_us):
+                found = await self._manager.match(about.chain, part=about.part, timeout_s=timeout_us / 1e6)
+                return Matched(TierNames.of(found.tiers), found.reason)
+            case Fetch():
+                return await self._fetch(request)
+            case Reserve():
+                return await self._reserve(request)
+            case Prefetch(about, timeout_us):
+                return Count(
+                    await self._manager.prefetch(about.chain, part=about.part, timeout_s=timeout_us / 1e6)
+                )
+            case Drop(about, _):
+                return Count(await self._manager.drop(about.chain, part=about.part))
+            case Check(sample_blocks):
+                lines = await self._manager.check(sample_blocks=sample_blocks)
+                return Report(json.dumps(lines[:_MAX_CHECK_LINES]).encode())
+            case Flush(timeout_us):
+                return Count(int(await self._manager.flush(timeout_s=timeout_us / 1e6)))
+            case _:
+                raise ProtocolMismatch(f"message: {type(request).__name__} is not expected here")
+
+    async def _fetch(self, request: Fetch) -> Ready:
+        about = request.about
+        fetched = await self._manager.fetch(
+            about.chain, owner=self._owner, part=about.part, timeout_s=request.timeout_us / 1e6
+        )
+        slots = []
+        for block in fetched.blocks:
+            assert block.checksum is not None, "an arena block has no checksum"
+            slots.append(ReadySlot(block.slot, block.generation, block.checksum))
+        return Ready(
+            lease=fetched.lease,
+            length_bytes=fetched.blocks[0].length_bytes if fetched.blocks else 0,
+            slots=tuple(slots),
+            origins=TierNames.of([block.origin for block in fetched.blocks]),
+            reason=fetched.reason,
+        )
+
+    async def _reserve(self, request: Reserve) -> Lent:
+        about = request.about
+        reserved = await self._manager.reserve(
+            about.chain, owner=self._owner, part=about.part, timeout_s=request.timeout_us / 1e6
+        )
+        slots = tuple([LentSlot(at.index, at.slot, at.generation) for at in reserved])
+        self._lent.update((slot.offset, slot.generation) for slot in slots)
+        return Lent(slots, await self._count_present(about, reserved))
+
+    async def _count_present(self, about: ChainRef, reserved: list[ReservedSlot]) -> int:
+        # Blocks passed over before the last reserved one are present; those behind it may also lack room.
+        stop = reserved[-1].index + 1 if reserved else 0
+        present = stop - len(reserved)
+        if stop < len(about.chain):
+            present += (await self._manager.match(about.chain[stop:], part=about.part, timeout_s=0)).blocks
+        return present
+
+    def _commit(self, request: Commit) -> Count:
+        about, owner = request.about, self._owner
+        num_stored = 0
+        ours = [slot for slot in request.slots if self._take_lent(slot.offset, slot.generation)]
+        try:
+            for run in _contiguous_runs(ours):
+                stored = self._manager.commit(
+                    about.chain[run[0].position : run[-1].position + 1],
+                    [Slot(slot.offset) for slot in run],
+                    owner=owner,
+                    checksums=[slot.checksum for slot in run],
+                    part=about.part,
+                )
+                num_stored += sum(stored)
+        finally:
+            self._manager.return_slots([Slot(slot.offset) for slot in ours], owner=owner)
+        return Count(num_stored)
+
+    def _return(self, request: ReturnSlots) -> None:
+        ours = [Slot(at.offset) for at in request.slots if self._take_lent(at.offset, at.generation)]
+        self._manager.return_slots(ours, owner=self._owner)
+
+    def _take_lent(self, offset: int, generation: int) -> bool:
+        """Whether a slot is lent to this client in that very generation; it is not from then on."""
+        if self._lent.get(offset) != generation:
+            return False
+        del self._lent[offset]
+        return True
+
+    def _open_namespace(self, request: OpenNamespace) -> Done:
+        if request.digest not in self._namespaces and len(self._namespaces) >= _MAX_NAMESPACES:
+            raise InvalidRequest(f"server: a connection may open {_MAX_NAMESPACES} namespaces")
+        self._manager.open_namespace(request.digest, request.layout)
+        self._namespaces.add(request.digest)
+        return Done()
+
+    def _release(self, request: Release) -> None:
+        self._manager.release(LeaseId(request.lease), owner=self._owner)
+        if request.corrupt is not None and not self._is_draining:
+            self._counters.corrupt_reports += 1
+            self._malformed.warn("server: a client found a damaged block: dropped")
+            task = asyncio.create_task(self._drop_damaged(request.corrupt))
+            report_id = -self._counters.corrupt_reports  # no request id is negative
+            self._in_flight[report_id] = task
+            self._idle.clear()
+            task.add_done_callback(lambda _: self._finish(report_id))
+
+    async def _drop_damaged(self, about: ChainRef) -> None:
+        try:
+            await self._manager.drop(about.chain, part=about.part)
+        except KVStoreError as error:
+            self._malformed.warn("server: a damaged block was not dropped: %s", error)
+
+    def _report(self) -> Report:
+        stats = {**self._manager.stats(), "server": self._counters.as_dict()}
+        return Report(json.dumps(stats).encode())
+
+    def _refuse(self, error: KVStoreError, request_id: int) -> None:
+        self._counters.failed_requests += 1
+        self._send(Failed.of(error), request_id)
+
+    def _send(self, answer: Answer, request_id: int) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(encode_message(answer, request_id))
+
+    def _end_slow_reader(self) -> None:
+        self._counters.slow_readers += 1
+        self._malformed.warn(
+            "server: closed a connection: it did not read its answers for %g s", _SLOW_READER_S
+        )
+        self.abort()
+
+
+def _contiguous_runs(slots: Sequence[WrittenSlot]) -> Iterator[Sequence[WrittenSlot]]:
+    """Cut slots with growing positions into runs without gaps."""
+    if not slots:
+        return
+    cuts = [
+        at + 1 for at, (first, second) in enumerate(pairwise(slots)) if second.position != first.position + 1
+    ]
+    for start, stop in pairwise([0, *cuts, len(slots)]):
+        yield slots[start:stop]

@@ -1,0 +1,146 @@
+"""Moving payload bytes between arena slots and a caller's buffers, checksum in the same pass.
+
+Everything here blocks for the time of the copies and releases the GIL while it copies; it may run on any
+thread. ``should_stop`` is asked before each block, so that an abandoned transfer ends within one block.
+"""
+
+import enum
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.checksum import copy_with_checksum
+from kvstore.errors import InvalidRequest
+from kvstore.messages import LentSlot, ReadySlot, WrittenSlot
+
+Buffer: TypeAlias = Any
+"""Contiguous memory of a block: bytes, bytearray, memoryview, a NumPy array, a torch CPU tensor, or anything
+else with the buffer protocol. Any: Python 3.11 has no type for the buffer protocol, torch is not imported."""
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+"""Flat view of a buffer, ``[length_bytes]``, uint8, on the CPU."""
+
+
+class SlotReader(Protocol):
+    """An arena as readers see it."""
+
+    def slot(self, offset: int, length_bytes: int) -> memoryview:
+        """Return the slot's bytes."""
+
+    def generation(self, offset: int) -> int:
+        """Return the slot's generation."""
+
+
+def byte_view(buffer: Buffer, what: str) -> Bytes:
+    """Return a flat uint8 array over a buffer's memory, read-only if the buffer is.
+
+    Raises:
+        InvalidRequest: no buffer, not contiguous, or not on the CPU.
+    """
+    try:
+        if isinstance(buffer, np.ndarray):
+            if not buffer.flags.c_contiguous:
+                raise InvalidRequest(f"{what}: the array is not C-contiguous: pass numpy.ascontiguousarray()")
+            return buffer.reshape(-1).view(np.uint8)
+        if hasattr(buffer, "untyped_storage"):
+            return _tensor_view(buffer, what)
+        return np.frombuffer(buffer, dtype=np.uint8)
+    except (TypeError, ValueError, BufferError) as error:
+        raise InvalidRequest(f"{what}: {type(buffer).__name__} is no contiguous buffer: {error}") from error
+
+
+def split_buffers(buffers: Buffer, *, length_bytes: int, count: int, what: str) -> list[Bytes]:
+    """Return one flat view of ``length_bytes`` per block, for ``count`` blocks.
+
+    ``buffers`` is a sequence with one buffer per block, or one buffer that holds all blocks back to back.
+
+    Raises:
+        InvalidRequest: the number or the size of the buffers is not what the chain needs.
+    """
+    if isinstance(buffers, (list, tuple)):
+        if len(buffers) != count:
+            raise InvalidRequest(f"{what}: {len(buffers)} buffers for {count} blocks")
+        views = [byte_view(buffer, f"{what}[{index}]") for index, buffer in enumerate(buffers)]
+        for index, view in enumerate(views):
+            if len(view) != length_bytes:
+                raise InvalidRequest(
+                    f"{what}[{index}]: {len(view)} bytes, expected {length_bytes} (one block or part)"
+                )
+        return views
+    whole = byte_view(buffers, what)
+    if len(whole) != count * length_bytes:
+        raise InvalidRequest(
+            f"{what}: {len(whole)} bytes, expected {count} blocks of {length_bytes} bytes back to back"
+        )
+    return [whole[start : start + length_bytes] for start in range(0, len(whole), length_bytes)]
+
+
+def require_writable(views: Sequence[Bytes], what: str) -> None:
+    """Raise InvalidRequest if one of the buffers is read-only."""
+    for index, view in enumerate(views):
+        if not view.flags.writeable:
+            raise InvalidRequest(f"{what}[{index}]: the buffer is read-only, blocks are written into it")
+
+
+class ReadEnd(enum.Enum):
+    """How reading slots ended."""
+
+    ALL = "all"
+    STOPPED = "stopped"
+    STALE = "stale"
+    DAMAGED = "damaged"
+
+
+def read_slots(
+    arena: SlotReader, slots: Sequence[ReadySlot], buffers: Sequence[Bytes], should_stop: Callable[[], bool]
+) -> tuple[int, ReadEnd]:
+    """Copy leased slots into buffers; returns how many leading blocks arrived whole, and why not more.
+
+    A block arrived whole if the slot's generation is still the leased one after the copy (else STALE: a
+    lease that ended meanwhile may have let another block's bytes in) and its checksum is right (else
+    DAMAGED).
+    """
+    for count, (slot, buffer) in enumerate(zip(slots, buffers, strict=True)):
+        if should_stop():
+            return count, ReadEnd.STOPPED
+        found = copy_with_checksum(buffer, arena.slot(slot.offset, len(buffer)))
+        if arena.generation(slot.offset) != slot.generation:
+            return count, ReadEnd.STALE
+        if found != slot.checksum:
+            return count, ReadEnd.DAMAGED
+    return len(slots), ReadEnd.ALL
+
+
+def write_slots(
+    arena: SlotReader,
+    slots: Sequence[LentSlot],
+    payloads: Sequence[Bytes],
+    should_stop: Callable[[], bool],
+    *,
+    expected: Sequence[int] | None = None,
+) -> list[WrittenSlot]:
+    """Copy payloads into lent slots; returns the leading ones, which may be committed.
+
+    A slot whose generation changed is left alone: it is no longer ours. ``expected`` are the payloads'
+    xxh3-64 as their owner knows them; one that arrived otherwise is not to be stored.
+    """
+    written: list[WrittenSlot] = []
+    for index, (slot, payload) in enumerate(zip(slots, payloads, strict=True)):
+        if should_stop() or arena.generation(slot.offset) != slot.generation:
+            break
+        digest = copy_with_checksum(arena.slot(slot.offset, len(payload)), payload)
+        if expected is not None and expected[index] != digest:
+            break
+        written.append(WrittenSlot(slot.position, slot.offset, slot.generation, digest))
+    return written
+
+
+def _tensor_view(tensor: Any, what: str) -> Bytes:  # Any: a torch.Tensor, seen without importing torch
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise InvalidRequest(f"{what}: the tensor must be contiguous and on the CPU, is on {tensor.device}")
+    flat = tensor.detach().reshape(-1)
+    view: Bytes = flat.view(sys.modules["torch"].uint8).numpy()
+    return view

@@ -1,0 +1,292 @@
+"""RespConnection: one blocking connection to a Redis-protocol server, for values of megabytes.
+
+Payloads go out with ``sendmsg`` from where they lie, and come in with ``recv_into`` where they belong.
+Replies are parsed by length. Whatever does not parse raises RespFault, after which the connection must be
+closed: a stream that may be out of step is never read again.
+
+Time. Every wait is bounded by ``timeout_s`` without a byte moving, and by the deadline of the call.
+Thread safety: one thread at a time.
+"""
+
+import enum
+import socket
+import ssl
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstore.layout import MAX_BLOCK_BYTES
+from kvstore.tier import HEADER_BYTES
+from kvstore_tiers.resp_address import AddressLookup, RespAddress
+
+Piece = bytes | bytearray | memoryview
+"""Bytes to send."""
+
+_LINE_BUFFER_BYTES = 1024
+_SKIP_BYTES = 64 << 10
+_SKIP_MAX_BYTES = 2 * MAX_BLOCK_BYTES + HEADER_BYTES
+
+
+class RespFault(Exception):
+    """The connection is unusable and must be closed.
+
+    ``silent_s`` is how long the server said nothing, for a timeout; None for anything else.
+    """
+
+    def __init__(self, reason: str, *, silent_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.silent_s = silent_s
+
+    @property
+    def is_timeout(self) -> bool:
+        """Whether time ran out, rather than something breaking."""
+        return self.silent_s is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReply:
+    """An error that the server answered; the stream is in step."""
+
+    text: str
+
+    @property
+    def code(self) -> str:
+        """First word: ``OOM``, ``LOADING``."""
+        return self.text.split(" ", 1)[0]
+
+
+class BulkStatus(enum.Enum):
+    """What came back for a value that was read in place."""
+
+    COMPLETE = "complete"
+    ABSENT = "absent"
+    WRONG_LENGTH = "wrong_length"
+
+
+@dataclass(frozen=True, slots=True)
+class BulkReply:
+    """A value read in place; ``length_bytes`` is its length, whatever was expected."""
+
+    status: BulkStatus
+    length_bytes: int = 0
+
+
+def command(*words: bytes) -> bytes:
+    """Return a command in the wire form."""
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
+
+
+class RespConnection:
+    """A connected, logged-in socket."""
+
+    def __init__(
+        self,
+        stream: socket.socket,
+        *,
+        timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._socket = stream
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._buffer = bytearray(_LINE_BUFFER_BYTES)
+        self._start = 0
+        self._stop = 0
+        self._heard_s = clock()
+
+    @classmethod
+    def connect(
+        cls,
+        address: RespAddress,
+        lookup: AddressLookup,
+        *,
+        timeout_s: float,
+        deadline_s: float,
+        clock: Callable[[], float],
+        tls: ssl.SSLContext | None = None,
+    ) -> "RespConnection":
+        """Connect and log in.
+
+        Raises:
+            RespFault: no server, no answer in time, or it refused the login.
+        """
+        began_s = clock()
+        left_s = min(timeout_s, deadline_s - began_s)
+        stream: socket.socket | None = None
+        try:
+            if left_s <= 0:
+                raise TimeoutError
+            family, where = lookup.find(left_s)
+            stream = socket.socket(family, socket.SOCK_STREAM)
+            stream.settimeout(max(0.001, left_s - (clock() - began_s)))
+            stream.connect(where)
+            if family != socket.AF_UNIX:
+                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if tls is not None:
+                stream = tls.wrap_socket(stream, server_hostname=address.host)
+            connection = cls(stream, timeout_s=timeout_s, clock=clock)
+            connection._enter(address, deadline_s)
+        except TimeoutError as error:
+            _close(stream)
+            raise RespFault("connecting took too long", silent_s=clock() - began_s) from error
+        except OSError as error:
+            _close(stream)
+            raise RespFault(f"cannot connect: {error.strerror or error}") from error
+        except RespFault:
+            _close(stream)
+            raise
+        return connection
+
+    def send(self, pieces: Sequence[Piece], *, deadline_s: float) -> None:
+        """Send pieces one after the other, without joining them.
+
+        Raises:
+            RespFault: the connection broke, or time ran out.
+        """
+        left = [view for piece in pieces if (view := memoryview(piece).cast("B"))]
+        self._heard_s = self._clock()
+        try:
+            while left:
+                self._bound_wait(deadline_s)
+                if isinstance(self._socket, ssl.SSLSocket):
+                    sent = self._socket.send(left[0])
+                else:
+                    sent = self._socket.sendmsg(left)
+                self._heard_s = self._clock()
+                while left and sent >= len(left[0]):
+                    sent -= len(left.pop(0))
+                if sent:
+                    left[0] = left[0][sent:]
+        except OSError as error:
+            raise self._fault(error) from error
+
+    def read_simple(self, *, deadline_s: float) -> int | str | ErrorReply | None:
+        """Read a reply that is a status, a number, a null or an error.
+
+        Raises:
+            RespFault: anything else, a broken connection, or no time left.
+        """
+        kind, text = self._line(deadline_s)
+        if kind == b"+":
+            return text
+        if kind == b":":
+            return _number(text)
+        if kind == b"-":
+            return ErrorReply(text)
+        if kind == b"_" or (kind == b"$" and text == "-1"):
+            return None
+        raise RespFault(f"unexpected reply of type {kind!r}")
+
+    def read_bulk_into(self, targets: Sequence[memoryview], *, deadline_s: float) -> BulkReply | ErrorReply:
+        """Read a value into the targets, which it must fill exactly.
+
+        A value of another length is read over, so that the stream stays in step; the targets then hold its
+        first bytes, as far as they go.
+
+        Raises:
+            RespFault: no value and no error, a broken connection, or no time left.
+        """
+        kind, text = self._line(deadline_s)
+        if kind == b"-":
+            return ErrorReply(text)
+        if kind == b"_" or (kind == b"$" and text == "-1"):
+            return BulkReply(BulkStatus.ABSENT)
+        length = _number(text)
+        if kind != b"$" or not 0 <= length <= _SKIP_MAX_BYTES:
+            raise RespFault(f"unexpected reply of type {kind!r} and length {length}")
+        left = length
+        for target in targets:
+            taken = min(left, len(target))
+            self._read_exactly(target[:taken], deadline_s)
+            left -= taken
+        self._skip(left, deadline_s)
+        end = bytearray(2)
+        self._read_exactly(memoryview(end), deadline_s)
+        if end != b"\r\n":
+            raise RespFault("a value does not end where its length says")
+        is_complete = length == sum(len(target) for target in targets)
+        return BulkReply(BulkStatus.COMPLETE if is_complete else BulkStatus.WRONG_LENGTH, length)
+
+    def is_in_step(self) -> bool:
+        """Return whether nothing was received beyond the replies that were read."""
+        return self._start == self._stop
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        _close(self._socket)
+
+    def _enter(self, address: RespAddress, deadline_s: float) -> None:
+        words = []
+        if address.password:
+            user = [address.user.encode()] if address.user else []
+            words.append(command(b"AUTH", *user, address.password.encode()))
+        if address.db:
+            words.append(command(b"SELECT", b"%d" % address.db))
+        for word in words:
+            self.send([word], deadline_s=deadline_s)
+            reply = self.read_simple(deadline_s=deadline_s)
+            if isinstance(reply, ErrorReply):
+                raise RespFault(f"the server refused the login: {reply.code}")
+
+    def _line(self, deadline_s: float) -> tuple[bytes, str]:
+        """Read a line; returns its first byte and the text after it."""
+        searched = self._start
+        while (end := self._buffer.find(b"\r\n", searched, self._stop)) < 0:
+            searched = max(self._start, self._stop - 1)
+            if self._start:
+                self._buffer[: self._stop - self._start] = self._buffer[self._start : self._stop]
+                searched -= self._start
+                self._start, self._stop = 0, self._stop - self._start
+            if self._stop == len(self._buffer):
+                raise RespFault("a reply line is too long")
+            self._stop += self._receive(memoryview(self._buffer)[self._stop :], deadline_s)
+        line = bytes(self._buffer[self._start : end])
+        self._start = end + 2
+        return line[:1], line[1:].decode("utf-8", "replace")
+
+    def _read_exactly(self, target: memoryview, deadline_s: float) -> None:
+        done = min(len(target), self._stop - self._start)
+        target[:done] = self._buffer[self._start : self._start + done]
+        self._start += done
+        while done < len(target):
+            done += self._receive(target[done:], deadline_s)
+
+    def _skip(self, length_bytes: int, deadline_s: float) -> None:
+        scratch = memoryview(bytearray(min(length_bytes, _SKIP_BYTES)))
+        while length_bytes:
+            taken = min(length_bytes, len(scratch))
+            self._read_exactly(scratch[:taken], deadline_s)
+            length_bytes -= taken
+
+    def _receive(self, target: memoryview, deadline_s: float) -> int:
+        try:
+            self._bound_wait(deadline_s)
+            count = self._socket.recv_into(target)
+        except OSError as error:
+            raise self._fault(error) from error
+        if not count:
+            raise RespFault("the server closed the connection")
+        self._heard_s = self._clock()
+        return count
+
+    def _bound_wait(self, deadline_s: float) -> None:
+        left_s = deadline_s - self._clock()
+        if left_s <= 0:
+            raise TimeoutError
+        self._socket.settimeout(min(self._timeout_s, left_s))
+
+    def _fault(self, error: OSError) -> RespFault:
+        if isinstance(error, TimeoutError):
+            return RespFault("no answer in time", silent_s=self._clock() - self._heard_s)
+        return RespFault(f"the connection broke: {error.strerror or error}")
+
+
+def _number(text: str) -> int:
+    digits = text.removeprefix("-")
+    if not digits.isascii() or not digits.isdigit() or len(digits) > 18:
+        raise RespFault("a reply has no number where one belongs")
+    return int(text)
+
+
+def _close(stream: socket.socket | None) -> None:
+    if stream is not None:
+        stream.close()

@@ -1,0 +1,267 @@
+"""StoreTier: a sidecar's whole store, seen as one lower tier of an engine's manager."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+
+from kvstore.async_client import AsyncKVStore
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.keys import BlockKey, NamespaceDigest, PrefixChain
+from kvstore.layout import KVLayout
+from kvstore.results import MissReason
+from kvstore.tier import (
+    BlockHeader,
+    BlockId,
+    Medium,
+    ReadOutcome,
+    ReadRequest,
+    ReadStatus,
+    TierHealth,
+    WriteRequest,
+    WriteStatus,
+)
+from kvstore.wire import MAX_KEYS
+
+_READ_STATUS = {
+    MissReason.CORRUPT: ReadStatus.CORRUPT,
+    MissReason.TIMED_OUT: ReadStatus.TIMED_OUT,
+    MissReason.NO_ROOM: ReadStatus.UNAVAILABLE,
+    MissReason.UNAVAILABLE: ReadStatus.UNAVAILABLE,
+}
+"""What a shortened fetch means for the block it stopped at; any other reason: it is not stored."""
+
+
+class StoreTier:
+    """A Tier over an AsyncKVStore.
+
+    Shared: other engines and the sidecar itself change what it holds. Opens also when no server is there
+    and heals by itself. Layouts of namespaces are told to it by ``open_namespace``, since the requests of a
+    tier carry only their fingerprints; blocks of a namespace it was not told of are absent.
+    """
+
+    def __init__(
+        self,
+        address: str | os.PathLike[str],
+        *,
+        name: str = "store",
+        drop_timeout_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._address = address
+        self._name = name
+        self._drop_timeout_s = drop_timeout_s
+        self._clock = clock
+        self._layouts: dict[NamespaceDigest, KVLayout] = {}
+        self._client: AsyncKVStore | None = None
+
+    @property
+    def name(self) -> str:
+        """The tier's name in configuration, metrics and messages."""
+        return self._name
+
+    @property
+    def medium(self) -> Medium:
+        """A store of its own."""
+        return Medium.STORE
+
+    @property
+    def is_shared(self) -> bool:
+        """Others change its content."""
+        return True
+
+    @property
+    def capacity_bytes(self) -> int:
+        """It bounds itself."""
+        return 0
+
+    @property
+    def used_bytes(self) -> int:
+        """It accounts for itself."""
+        return 0
+
+    def open_namespace(self, digest: NamespaceDigest, layout: KVLayout) -> None:
+        """Make a namespace's blocks storable; before or after ``open``.
+
+        Raises:
+            InvalidRequest: the digest is open with another layout.
+        """
+        if self._layouts.setdefault(digest, layout) != layout:
+            raise InvalidRequest(f"namespace {digest.hex()[:12]}: already open with another layout")
+        if self._client is not None:
+            self._client.open_layout(digest, layout)
+
+    def health(self) -> TierHealth:
+        """Return whether the server answered when it was last asked, or that is long enough ago."""
+        if self._client is None:
+            return TierHealth(is_up=False, reason="not open")
+        is_up = self._client.is_reachable
+        return TierHealth(is_up, "" if is_up else f"no server answers at {self._address}")
+
+    async def open(self) -> None:
+        """Make the tier usable; the server need not be there.
+
+        Raises:
+            InvalidConfig: the address is malformed or too long.
+        """
+        if self._client is None:
+            self._client = await AsyncKVStore.connect(self._address)
+            for digest, layout in self._layouts.items():
+                self._client.open_layout(digest, layout)
+
+    async def close(self) -> None:
+        """Close the connection. Idempotent."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+    async def scan(self) -> list[BlockHeader]:
+        """Return nothing: what a shared tier holds is asked by ``probe``."""
+        return []
+
+    async def probe(self, blocks: Sequence[BlockId], *, deadline_s: float) -> list[str | None]:
+        """For each block the name of the store's own tier that holds it, up to the first that is absent."""
+        names: list[str | None] = []
+        for chain, group in self._chains(blocks):
+            if self._client is None or chain.namespace not in self._layouts:
+                break
+            found = await self._client.match(
+                chain, part=group[0].part, timeout_s=self._patience_s(deadline_s)
+            )
+            names.extend(found.tiers)
+            if found.blocks < len(group):
+                break
+        return names + [None] * (len(blocks) - len(names))
+
+    async def read(self, requests: Sequence[ReadRequest], *, deadline_s: float) -> list[ReadOutcome]:
+        """Copy blocks into the buffers, each verified; behind the first miss of a chain nothing is read."""
+        outcomes: list[ReadOutcome] = []
+        position = 0
+        for chain, group in self._chains([request.block for request in requests]):
+            batch = requests[position : position + len(group)]
+            position += len(group)
+            outcomes += await self._read_chain(chain, batch, deadline_s)
+        return outcomes
+
+    async def write(self, requests: Sequence[WriteRequest], *, deadline_s: float) -> list[WriteStatus]:
+        """Put blocks; those the store has already count as written."""
+        statuses: list[WriteStatus] = []
+        for run in _runs(requests):
+            statuses += await self._write_run(run, deadline_s)
+        return statuses
+
+    async def drop(self, blocks: Sequence[BlockId]) -> None:
+        """Ask the store to forget its copies. Without a server nothing is dropped."""
+        for chain, group in self._chains(blocks):
+            if self._client is None or chain.namespace not in self._layouts:
+                return
+            try:
+                await self._client.drop(chain, part=group[0].part, timeout_s=self._drop_timeout_s)
+            except KVStoreError:
+                return
+
+    async def touch(self, blocks: Sequence[BlockId]) -> None:
+        """Do nothing: matching and fetching are uses that the store notes itself."""
+
+    def has_room(self, length_bytes: int, count: int = 1) -> bool:
+        """Return True: the store makes room itself, or refuses a write."""
+        return True
+
+    async def _read_chain(
+        self, chain: PrefixChain, batch: Sequence[ReadRequest], deadline_s: float
+    ) -> list[ReadOutcome]:
+        layout = self._layouts.get(chain.namespace)
+        if self._client is None:
+            return [ReadOutcome(ReadStatus.UNAVAILABLE)] * len(batch)
+        if layout is None or any(not _fits(layout, request) for request in batch):
+            return [ReadOutcome(ReadStatus.MISMATCH)] * len(batch)
+        buffers = [request.buffer[: request.length_bytes] for request in batch]
+        result = await self._client.fetch_into(
+            chain, buffers, part=batch[0].block.part, timeout_s=self._patience_s(deadline_s)
+        )
+        outcomes = [
+            ReadOutcome(ReadStatus.OK, _header(chain, index, request, checksum), origin)
+            for index, (request, checksum, origin) in enumerate(
+                zip(batch, result.checksums, result.origins, strict=False)
+            )
+        ]
+        if result.blocks < len(batch) and result.reason is not None:
+            outcomes.append(ReadOutcome(_READ_STATUS.get(result.reason, ReadStatus.ABSENT)))
+        # Blocks behind a miss were not looked at, so nothing is said about them.
+        return outcomes + [ReadOutcome(ReadStatus.UNAVAILABLE)] * (len(batch) - len(outcomes))
+
+    async def _write_run(self, run: Sequence[WriteRequest], deadline_s: float) -> list[WriteStatus]:
+        first = run[0].header
+        layout = self._layouts.get(first.block.namespace)
+        if self._client is None:
+            return [WriteStatus.UNAVAILABLE] * len(run)
+        if layout is None or any(not _fits_header(layout, request.header) for request in run):
+            return [WriteStatus.REFUSED] * len(run)
+        chain = PrefixChain(
+            first.block.namespace,
+            tuple(request.header.block.key for request in run),
+            layout.block_tokens,
+            first.depth,
+            None if first.depth == 0 else first.parent,
+        )
+        result = await self._client.put(
+            chain,
+            [request.buffer[: request.header.length_bytes] for request in run],
+            part=first.block.part,
+            timeout_s=self._patience_s(deadline_s),
+            checksums=[request.header.checksum for request in run],
+        )
+        # Blocks are put in order, so it is the last ones that found no room or no time.
+        return [WriteStatus.OK] * (len(run) - result.dropped) + [
+            self._why_dropped(deadline_s)
+        ] * result.dropped
+
+    def _why_dropped(self, deadline_s: float) -> WriteStatus:
+        if self._client is None or not self._client.is_reachable:
+            return WriteStatus.UNAVAILABLE
+        return WriteStatus.TIMED_OUT if self._clock() >= deadline_s else WriteStatus.FULL
+
+    def _chains(self, blocks: Sequence[BlockId]) -> Iterator[tuple[PrefixChain, list[BlockId]]]:
+        """Group consecutive blocks of one namespace and part into chains to look up.
+
+        A lookup needs no parents, so each chain is given as if it began its sequence.
+        """
+        for (namespace, _), members in groupby(blocks, key=lambda block: (block.namespace, block.part)):
+            layout = self._layouts.get(namespace)
+            tokens = 1 if layout is None else layout.block_tokens
+            whole = list(members)
+            for start in range(0, len(whole), MAX_KEYS):
+                group = whole[start : start + MAX_KEYS]
+                yield PrefixChain(namespace, tuple(block.key for block in group), tokens), group
+
+    def _patience_s(self, deadline_s: float) -> float:
+        return max(0.0, deadline_s - self._clock())
+
+
+def _fits(layout: KVLayout, request: ReadRequest) -> bool:
+    return (
+        layout.fingerprint == request.layout and layout.part_bytes(request.block.part) == request.length_bytes
+    )
+
+
+def _fits_header(layout: KVLayout, header: BlockHeader) -> bool:
+    return layout.fingerprint == header.layout and layout.part_bytes(header.block.part) == header.length_bytes
+
+
+def _header(chain: PrefixChain, index: int, request: ReadRequest, checksum: int) -> BlockHeader:
+    parent = chain.keys[index - 1] if index else BlockKey(chain.namespace)
+    return BlockHeader(request.block, parent, index, request.layout, request.length_bytes, checksum)
+
+
+def _runs(requests: Sequence[WriteRequest]) -> Iterator[Sequence[WriteRequest]]:
+    """Cut requests into runs of consecutive blocks of one chain."""
+    start = 0
+    for at in range(1, len(requests) + 1):
+        if at == len(requests) or not _follows(requests[at - 1].header, requests[at].header):
+            yield requests[start:at]
+            start = at
+
+
+def _follows(first: BlockHeader, second: BlockHeader) -> bool:
+    is_same_place = (first.block.namespace, first.block.part) == (second.block.namespace, second.block.part)
+    return is_same_place and second.parent == first.block.key and second.depth == first.depth + 1
