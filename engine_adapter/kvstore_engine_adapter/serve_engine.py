@@ -87,10 +87,12 @@ async def _serve(
     announce: Callable[[dict[str, object]], None],
     stopped: asyncio.Event,
 ) -> None:
-    runner = web.AppRunner(face.application(), handler_cancellation=True, access_log=None)
+    runner = web.AppRunner(
+        face.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
+    )
     await runner.setup()
     try:
-        site = web.TCPSite(runner, options.host, options.port, shutdown_timeout=_SHUTDOWN_S)
+        site = web.TCPSite(runner, options.host, options.port)
         try:
             await site.start()
         except OSError as error:
