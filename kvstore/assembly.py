@@ -70,7 +70,7 @@ def _remote_tier(config: RemoteConfig, clock: Callable[[], float]) -> Tier:
         user=config.username or "",
         password=config.password() or "",
         key_prefix=config.key_prefix,
-        ttl_s=config.ttl_s,
+        ttl_s=config.ttl_s or None,
         timeout_s=config.timeout_s,
         num_connections=config.num_connections,
         breaker_backoff_s=config.breaker_backoff_s,

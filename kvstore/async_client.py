@@ -399,7 +399,7 @@ class AsyncKVStore:
         finally:
             if link is None:
                 self._state.note_not_connected()
-        self._state.note_connected(link.welcome.instance)
+        self._state.note_connected(link.welcome.instance)  # pyright: ignore[reportOptionalMemberAccess]
         self._link = link
         return link
 

@@ -132,7 +132,7 @@ class _LinkPool:
                 with self._changed:
                     self._num_links -= 1
                     self._changed.notify()
-        self._state.note_connected(link.welcome.instance)
+        self._state.note_connected(link.welcome.instance)  # pyright: ignore[reportOptionalMemberAccess]
         return link
 
     def _give_back(self, link: Link) -> None:

@@ -48,7 +48,7 @@ def encode_frame(kind: int, request_id: int, values: tuple[WireValue, ...]) -> b
     Raises:
         ProtocolMismatch: the body is larger than a frame may be.
     """
-    body: bytes = msgpack.packb(values, use_bin_type=True)
+    body: bytes = msgpack.packb(values, use_bin_type=True)  # pyright: ignore[reportAssignmentType]
     if len(body) > MAX_BODY_BYTES:
         raise ProtocolMismatch(f"frame: a body of {len(body)} bytes, limit {MAX_BODY_BYTES}")
     return _PREFIX.pack(MAGIC, VERSION, kind, request_id, len(body)) + body

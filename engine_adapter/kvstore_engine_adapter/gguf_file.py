@@ -174,6 +174,8 @@ class _Cursor:
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
             raise self.damaged(f"tensor {name} of {dimensions} dimensions")
         shape = tuple(reversed([self.number("Q") for _ in range(dimensions)]))
+        if 0 in shape:
+            raise self.damaged(f"tensor {name} of shape {list(shape)}")
         return name, shape, self.number("I"), self.number("Q")
 
 

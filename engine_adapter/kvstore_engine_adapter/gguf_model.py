@@ -149,7 +149,8 @@ def _dequantised(file: GgufFile, tensor: GgufTensor) -> torch.Tensor:
         quant = gguf.GGMLQuantizationType(tensor.quant)
         rows = data.reshape(-1, tensor.length_bytes // max(1, int(np.prod(tensor.shape[:-1]))))
         try:
-            values = gguf.dequantize(rows, quant)
+            with np.errstate(all="ignore"):  # damaged scales are found when the tensor is checked
+                values = gguf.dequantize(rows, quant)
         except NotImplementedError as error:
             raise UnsupportedModel(
                 f"tensor {tensor.name}: quantisation {quant.name} cannot be read: use another quantisation"

@@ -39,6 +39,8 @@ MIN_CHUNK_TOKENS = 64
 """64 rows cost 1.3 times as much per token as 128 in products, but waste less on short tails (measured)."""
 
 _HEAD_ROWS = 2
+_PROBE_CHUNKS = 10
+"""Long enough that torch's fused attention splits the context (at 512 keys)."""
 
 
 def chunk_tokens_for(block_tokens: int) -> int:
@@ -85,7 +87,9 @@ class LlamaModel:
         self._device = weights.embedding.device
         self._groups = config.num_heads // config.num_kv_heads
         turns = config.rope.inverse_frequencies(config.head_dim)
-        positions = torch.arange(math.ceil(max_tokens / self.chunk_tokens + 1) * self.chunk_tokens)
+        # One chunk more than the longest sequence: padded rows reach beyond the end of theirs.
+        chunks = max(math.ceil(max_tokens / self.chunk_tokens), _PROBE_CHUNKS) + 1
+        positions = torch.arange(chunks * self.chunk_tokens)
         angles = positions.to(torch.float64).unsqueeze(1) * turns
         self._cos = angles.cos().to(self._device, torch.float32)
         self._sin = angles.sin().to(self._device, torch.float32)
@@ -139,7 +143,7 @@ class LlamaModel:
         One layer is run over ten chunks of pseudo-random tokens; then the first and the last chunk are run
         again in pieces of each rung (all layers have the same shapes). Costs tens of milliseconds.
         """
-        chunk, chunks = self.chunk_tokens, 10
+        chunk, chunks = self.chunk_tokens, _PROBE_CHUNKS
         pages = chunk * chunks // self._block_tokens
         pool = PagePool(self.layout_of_one_layer(), pages, self._device)
         generator = torch.Generator().manual_seed(0)

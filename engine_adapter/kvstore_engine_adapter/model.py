@@ -60,4 +60,7 @@ def _checked(model: LoadedModel, where: str) -> LoadedModel:
             f"{where}: the tokenizer has {model.tokenizer.vocab_size} tokens, "
             f"the model only {model.config.vocab_size}"
         )
+    turns = model.config.rope.inverse_frequencies(model.config.head_dim)
+    if not bool((turns.isfinite() & (turns >= 0)).all()):
+        raise UnsupportedModel(f"{where}: rope parameters make no rotation: {model.config.rope.describe()}")
     return model

@@ -112,10 +112,11 @@ class ModelConfig:
             raise UnsupportedModel(
                 f"model config: head_dim {self.head_dim} is odd; rotary pairs need an even one"
             )
-        if not 0 < self.norm_eps < 1 or not self.rope.theta > 1 or not self.rope.factor > 0:
+        rope = self.rope
+        if not (0 < self.norm_eps < 1 and 1 < rope.theta < math.inf and 0 < rope.factor < math.inf):
             raise UnsupportedModel(
-                f"model config: norm_eps {self.norm_eps}, rope theta {self.rope.theta} or factor "
-                f"{self.rope.factor} is out of range"
+                f"model config: norm_eps {self.norm_eps}, rope theta {rope.theta} or factor "
+                f"{rope.factor} is out of range"
             )
 
 

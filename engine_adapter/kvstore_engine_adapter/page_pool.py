@@ -1,5 +1,7 @@
 """PagePool: the engine's KV memory, one page per block."""
 
+import math
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,11 +27,15 @@ class PagePool:
         self.layout = layout
         self.num_pages = num_pages
         self.device = device
-        self.tensor = torch.zeros(
-            (num_pages + 1, layout.num_layers, 2, layout.block_tokens, layout.num_kv_heads, layout.head_dim),
-            dtype=TORCH_DTYPES[layout.dtype],
-            device=device,
+        shape = (
+            num_pages + 1,
+            layout.num_layers,
+            2,
+            layout.block_tokens,
+            layout.num_kv_heads,
+            layout.head_dim,
         )
+        self.tensor = _zeros(shape, TORCH_DTYPES[layout.dtype], device)
 
         self._bytes: npt.NDArray[np.uint8] | None = None
         if device.type == "cpu":
@@ -81,3 +87,12 @@ class PagePool:
 
     def _host_tensor(self, buffer: memoryview) -> torch.Tensor:
         return torch.frombuffer(buffer, dtype=self.tensor.dtype).view(self.tensor.shape[1:])
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # Anonymous memory is zero and costs nothing until it is touched; torch.zeros touches all of it.
+    size_bytes = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

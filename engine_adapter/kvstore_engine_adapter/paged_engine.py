@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -157,10 +158,11 @@ class PagedEngine:
         running, self._running = self._running, None
         if running is None:
             return
-        for task in running.tasks:
+        others = running.tasks - {asyncio.current_task()}
+        for task in others:
             task.cancel()
-        if running.tasks:
-            await asyncio.wait(running.tasks)
+        if others:
+            await asyncio.wait(others)
         if running.supply.manager is not None:
             await running.supply.manager.close()
         running.worker.close()
@@ -206,9 +208,10 @@ class PagedEngine:
         settings, num_slots = self._settings, self.num_page_slots
         device = self._model.weights.embedding.device
         num_pages = num_slots + self._spare_pages
+        _refuse_more_than_memory((num_pages + 1) * self._layout.block_bytes, device)
         try:
             pool = PagePool(self._layout, num_pages, device)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OSError) as error:
             raise InvalidConfig(
                 f"engine: {num_pages} KV pages of {self._layout.block_bytes} bytes cannot be had: "
                 "lower the number of blocks or the model length"
@@ -395,6 +398,16 @@ def layout_of(model: LoadedModel, block_tokens: int) -> KVLayout:
 def block_bytes_of(model: LoadedModel, block_tokens: int) -> int:
     """Return the bytes of one block, for sizing the pool from bytes."""
     return layout_of(model, block_tokens).block_bytes
+
+
+def _refuse_more_than_memory(wanted_bytes: int, device: torch.device) -> None:
+    # Pages get memory when they are touched: asking for too much would end in a kill much later.
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device.type == "cpu" and wanted_bytes > total_bytes:
+        raise InvalidConfig(
+            f"engine: the KV pages need {wanted_bytes} bytes, this machine has {total_bytes}: "
+            "lower the number of blocks or the model length"
+        )
 
 
 def _context_tokens(model: LoadedModel, settings: EngineSettings) -> int:

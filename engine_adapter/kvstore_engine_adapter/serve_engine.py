@@ -87,10 +87,12 @@ async def _serve(
     announce: Callable[[dict[str, object]], None],
     stopped: asyncio.Event,
 ) -> None:
-    runner = web.AppRunner(face.application(), handler_cancellation=True, access_log=None)
+    runner = web.AppRunner(
+        face.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
+    )
     await runner.setup()
     try:
-        site = web.TCPSite(runner, options.host, options.port, shutdown_timeout=_SHUTDOWN_S)
+        site = web.TCPSite(runner, options.host, options.port)
         try:
             await site.start()
         except OSError as error:
@@ -98,6 +100,8 @@ async def _serve(
                 f"engine: {options.host}:{options.port} cannot be listened on: {error.strerror}: "
                 "choose another --port, or 0 for a free one"
             ) from error
+        if stopped.is_set():
+            return
         host, port = runner.addresses[0][:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         announce({"event": "ready", "url": url, "context_tokens": engine.context_tokens})

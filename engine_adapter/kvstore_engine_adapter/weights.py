@@ -1,6 +1,7 @@
 """ModelWeights: the tensors of a Llama-architecture model, shaped for the forward pass."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,6 +136,10 @@ class _Reader:
         if tuple(tensor.shape) != shape:
             raise UnsupportedModel(
                 f"{self._source.where}: tensor {name} has shape {list(tensor.shape)}, expected {list(shape)}"
+            )
+        if not math.isfinite(float(tensor.sum(dtype=torch.float32))):
+            raise UnsupportedModel(
+                f"{self._source.where}: tensor {name} holds numbers that are not finite: fetch it again"
             )
         return tensor
 

@@ -23,7 +23,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         " reusing KV blocks from a store. Prints one JSON line with the URL on stdout when ready. SIGTERM"
         " ends it. Exit status: 0 ended by a signal, 1 failed, 2 usage or bad input.",
     )
-    parser.add_argument("--model", type=Path, required=True, metavar="PATH", help="GGUF file or model folder")
+    parser.add_argument("--model", type=Path, required=True, metavar="PATH", help="GGUF or model folder")
     parser.add_argument("--store", metavar="ADDRESS", help="address of a store (default: none)")
     parser.add_argument("--no-reuse", action="store_true", help="compute every prompt; keep no blocks at all")
     parser.add_argument("--host", default="127.0.0.1", help="a loopback address (default: %(default)s)")

@@ -5,6 +5,7 @@ import mmap
 import os
 import resource
 import socket
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -109,6 +110,23 @@ def test_more_than_a_process_limit_is_refused_by_its_name() -> None:
             Arena.create(4 * MIB)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_an_arena_may_be_locked_in_memory() -> None:
+    arena = Arena.create(65536, is_locked=True)
+    locked = [line for line in Path("/proc/self/status").read_text().splitlines() if "VmLck" in line]
+    arena.close()
+    assert int(locked[0].split()[1]) >= 64
+
+
+def test_more_than_may_be_locked_is_refused_by_its_name() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, hard))
+    try:
+        with pytest.raises(TierUnavailable, match=r"may be locked: raise it \(ulimit -l\)"):
+            Arena.create(MIB, is_locked=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
 
 
 async def test_loads_find_room_in_staging_when_the_rest_is_taken() -> None:

@@ -113,9 +113,11 @@ def _cgroup_room_bytes() -> int | None:
         folder = Path("/sys/fs/cgroup") / name
         limit = (folder / "memory.max").read_text().strip()
         current = int((folder / "memory.current").read_text())
+        parts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        reclaimable = int(parts.get("inactive_file", 0))
     except (OSError, IndexError, ValueError):
         return None
-    return None if limit == "max" else int(limit) - current
+    return None if limit == "max" else int(limit) - current + reclaimable
 
 
 def _limit(which: int) -> int | None:

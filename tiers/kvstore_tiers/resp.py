@@ -128,9 +128,10 @@ class RespConnection:
         except TimeoutError as error:
             _close(stream)
             raise RespFault("connecting took too long", silent_s=clock() - began_s) from error
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             _close(stream)
-            raise RespFault(f"cannot connect: {error.strerror or error}") from error
+            reason = error.strerror if isinstance(error, OSError) else None
+            raise RespFault(f"cannot connect: {reason or error}") from error
         except RespFault:
             _close(stream)
             raise

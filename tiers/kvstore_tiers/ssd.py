@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvstore.checksum import checksum
-from kvstore.errors import CorruptBlock, TierFull
+from kvstore.errors import CorruptBlock
 from kvstore.tier import (
     BlockHeader,
     BlockId,
@@ -42,8 +42,8 @@ from kvstore_tiers.breaker import CircuitBreaker
 from kvstore_tiers.jobs import Jobs
 from kvstore_tiers.slab import Slab
 from kvstore_tiers.slots import SlotAllocator
-from kvstore_tiers.ssd_index import Change, IndexRecord
-from kvstore_tiers.ssd_store import CommitOutcome, SsdStore
+from kvstore_tiers.ssd_index import Change, IndexRecord, map_size_bytes, max_records
+from kvstore_tiers.ssd_store import CommitOutcome, SsdStore, garbage_collection_paused
 
 _log = logging.getLogger(__name__)
 
@@ -54,10 +54,11 @@ _STALLED_AFTER_S = 2.0
 
 @dataclass(eq=False, slots=True)
 class _Copy:
-    """One visible copy. ``idle`` is set for a retired copy that is still being read."""
+    """One copy. ``idle`` is set for a hidden copy that is still being read; a damaged one keeps its slot."""
 
     record: IndexRecord
     readers: int = 0
+    is_damaged: bool = False
     idle: asyncio.Future[None] | None = None
 
 
@@ -128,6 +129,11 @@ class SsdTier:
         return self._slots.used_bytes
 
     @property
+    def index_bytes(self) -> int:
+        """Bytes on disk beside the slab, at most (1/64 of the capacity, and 16 MiB)."""
+        return map_size_bytes(self._slots.capacity_bytes)
+
+    @property
     def counters(self) -> dict[str, int]:
         """Events since open: corrupt, quarantined_bytes, io_faults, commits, full."""
         return dict(self._counters)
@@ -156,16 +162,12 @@ class SsdTier:
         for jobs in self._all_jobs:
             jobs.start()
         try:
-            store, records = await self._commits.run(self._open_store)
+            self._store = await self._commits.run(self._open_store)
         except BaseException:
             await self._close_jobs(self._all_jobs)
             raise
-        self._slots = SlotAllocator(self._slots.capacity_bytes, name=self._name)
-        self._slots.restore((record.offset, record.slot_bytes) for record in records)
-        self._copies = {record.header.block.storage_key: _Copy(record) for record in records}
-        self._next_number = 1 + max((max(r.recency, r.generation) for r in records), default=0)
-        self._store, self._pid, self._down_for_good = store, os.getpid(), ""
-        _log.info("%s: folder %s: %d copies found", self._name, self._folder, len(records))
+        self._pid, self._down_for_good = os.getpid(), ""
+        _log.info("%s: folder %s: %d copies found", self._name, self._folder, len(self._copies))
 
     async def close(self) -> None:
         """Finish what is under way, make it durable, and release the folder. Idempotent."""
@@ -221,20 +223,27 @@ class SsdTier:
                 self._unrenewed[key] = None
 
     def has_room(self, length_bytes: int, count: int = 1) -> bool:
-        """Return whether ``count`` more copies of that length fit now."""
-        return self._slots.has_room(length_bytes, count)
+        """Return whether ``count`` more copies of that length, and their records, fit now."""
+        is_indexable = self._slots.used_slots + count <= max_records(self._slots.capacity_bytes)
+        return is_indexable and self._slots.has_room(length_bytes, count)
 
     def check(self) -> list[str]:
         """Return one line per violated invariant of the slot bookkeeping."""
         return self._slots.check()
 
-    def _open_store(self) -> tuple[SsdStore, list[IndexRecord]]:
-        return SsdStore.open(
+    @garbage_collection_paused()
+    def _open_store(self) -> SsdStore:
+        store, records = SsdStore.open(
             self._folder,
             capacity_bytes=self._slots.capacity_bytes,
             name=self._name,
             check_timeout_s=self._check_timeout_s,
         )
+        self._slots = SlotAllocator(self._slots.capacity_bytes, name=self._name)
+        self._slots.restore((record.offset, record.slot_bytes) for record in records)
+        self._copies = {record.header.block.storage_key: _Copy(record) for record in records}
+        self._next_number = 1 + max((max(r.recency, r.generation) for r in records), default=0)
+        return store
 
     def _number(self) -> int:
         self._next_number += 1
@@ -327,15 +336,17 @@ class SsdTier:
     async def _quarantine(self, copy: _Copy) -> None:
         """Forget a damaged copy and keep its slot out of use."""
         self._counters["corrupt"] += 1
-        if not self._hide(copy):
+        if copy.is_damaged:
             return
+        copy.is_damaged = True
         self._counters["quarantined_bytes"] += copy.record.slot_bytes
         _log.warning(
             "%s: folder %s: a copy at slab offset %d does not match its checksum, its slot is not used "
             "again before a restart",
             *(self._name, self._folder, copy.record.offset),
         )
-        await self._commit([Change.delete(copy.record)])
+        if self._hide(copy):
+            await self._commit([Change.delete(copy.record)])
 
     # Writing
 
@@ -345,11 +356,10 @@ class SsdTier:
         for index, request in enumerate(requests):
             header = request.header
             assert request.buffer.nbytes >= header.length_bytes, f"{self._name}: the buffer is too short"
-            try:
-                (offset,) = self._slots.allocate(header.length_bytes)
-            except TierFull:
+            if not self.has_room(header.length_bytes):
                 self._counters["full"] += 1
                 continue
+            (offset,) = self._slots.allocate(header.length_bytes)
             size = self._slots.slot_bytes(offset)
             number = self._number()
             records.append((index, IndexRecord(header, offset, size, number, number)))
@@ -435,7 +445,8 @@ class SsdTier:
         if copy.readers:
             copy.idle = asyncio.get_running_loop().create_future()
             await copy.idle
-        self._slots.free([copy.record.offset])
+        if not copy.is_damaged:
+            self._slots.free([copy.record.offset])
 
     # Disk work
 

@@ -80,12 +80,17 @@ class SsdFolder:
         """Note on disk that the tier is in use. Raises OSError."""
         fd = os.open(self._dirty_path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         os.close(fd)
-        self._sync()
+        _sync_folder(self.path)
 
     def mark_clean(self) -> None:
         """Note on disk that everything was written. Raises OSError."""
         self._dirty_path.unlink(missing_ok=True)
-        self._sync()
+        _sync_folder(self.path)
+
+    def sync(self) -> None:
+        """Make the files' names survive a power loss. Raises OSError."""
+        _sync_folder(self.index_path)
+        _sync_folder(self.path)
 
     def set_index_aside(self, reason: str) -> None:
         """Move the index out of the way, so that the tier starts empty. Raises OSError."""
@@ -144,9 +149,10 @@ class SsdFolder:
             raise
         self._lock_fd = fd
 
-    def _sync(self) -> None:
-        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -8,8 +8,8 @@ Concurrency. One process (the folder is locked by the tier), one writing thread 
 transaction outlives ``load``. The environment must not be used in a forked child.
 
 Space. The file is preallocated to the map size, so that a full disk shows at open. The map size follows from
-the number of slots of 64 KiB: a record takes about 290 bytes, pages may be half full, and copy on write needs
-as much again for what a transaction replaces.
+the number of slots of 64 KiB. A record takes 281 bytes and pages may be half full: 640 bytes are reckoned for
+each, beside what copy on write needs for the transactions of the moment.
 """
 
 import os
@@ -22,7 +22,7 @@ import lmdb
 
 from kvstore.checksum import checksum
 from kvstore.errors import CorruptBlock
-from kvstore.tier import HEADER_BYTES, BlockHeader
+from kvstore.tier import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader
 from kvstore_tiers.slots import padded
 
 _MAGIC = b"KVSSD\0\0\0"
@@ -31,7 +31,9 @@ _SUPERBLOCK = struct.Struct("<8sI")
 _SUPERBLOCK_KEY = b"s"
 _RECORD = struct.Struct(f"<{HEADER_BYTES}sQIQQ")
 _RECORD_SUM = struct.Struct("<Q")
-_FIXED_MAP_BYTES = 8 << 20
+_FIXED_MAP_BYTES = 16 << 20
+_COPY_ON_WRITE_BYTES = 6 << 20
+_RECKONED_BYTES_PER_RECORD = 640
 _MAP_BYTES_PER_RECORD = 1024
 _SMALLEST_COUNTED_SLOT_BYTES = 64 << 10
 _MAX_READERS = 8
@@ -71,9 +73,10 @@ class IndexRecord:
             raise CorruptBlock(f"index: a record of {len(value)} bytes does not match its checksum")
         header, offset, slot_bytes, generation, recency = _RECORD.unpack(body)
         record = cls(BlockHeader.unpack(header), offset, slot_bytes, generation, recency)
-        if record.key != key:
+        block = record.header.block
+        if block.key != key[1:33] or block.part.pack() != key[33:]:
             raise CorruptBlock("index: a record names another block than its key")
-        if slot_bytes != padded(record.header.length_bytes) or offset % padded(1) or not slot_bytes:
+        if slot_bytes != padded(record.header.length_bytes) or offset % ALIGNMENT_BYTES or not slot_bytes:
             raise CorruptBlock(f"index: a slot of {slot_bytes} bytes at {offset} is impossible")
         return record
 
@@ -134,11 +137,7 @@ class SsdIndex:
         )
         try:
             environment.reader_check()
-            fd = os.open(folder / "data.mdb", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                os.posix_fallocate(fd, 0, map_bytes)
-            finally:
-                os.close(fd)
+            _reserve(folder / "data.mdb", map_bytes)
         except BaseException:
             environment.close()
             raise
@@ -215,10 +214,29 @@ class SsdIndex:
         self._env.close()
 
 
+def _reserve(path: Path, size_bytes: int) -> None:
+    """Have the disk set this size aside for the file; a file that cannot have it stays as it was."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        had_bytes = os.fstat(fd).st_size
+        try:
+            os.posix_fallocate(fd, 0, size_bytes)
+        except OSError:
+            os.ftruncate(fd, had_bytes)
+            raise
+    finally:
+        os.close(fd)
+
+
 def map_size_bytes(capacity_bytes: int) -> int:
     """Return the size of the index of a tier with that capacity."""
     slots = -(-capacity_bytes // _SMALLEST_COUNTED_SLOT_BYTES)
     return padded(_FIXED_MAP_BYTES + slots * _MAP_BYTES_PER_RECORD)
+
+
+def max_records(capacity_bytes: int) -> int:
+    """Return how many records the index of a tier with that capacity holds for sure."""
+    return (map_size_bytes(capacity_bytes) - _COPY_ON_WRITE_BYTES) // _RECKONED_BYTES_PER_RECORD
 
 
 def _generation_of(value: bytes) -> int:

@@ -1,11 +1,14 @@
 """SsdStore: the opened files of the ssd tier, and what was found in them. Blocking; used from threads."""
 
+import contextlib
+import gc
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import lmdb
@@ -13,11 +16,12 @@ import lmdb
 from kvstore.errors import TierUnavailable
 from kvstore.tier import WriteStatus
 from kvstore_tiers.slab import Slab
-from kvstore_tiers.slots import padded
 from kvstore_tiers.ssd_folder import SsdFolder, unavailable
 from kvstore_tiers.ssd_index import Change, IndexIsForeign, IndexRecord, SsdIndex
 
 _log = logging.getLogger(__name__)
+
+_CHANGES_PER_TRANSACTION = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,8 @@ class SsdStore:
         folder = SsdFolder(path, name=name)
         folder.acquire()
         opened: list[Slab | SsdIndex] = []
+        slab: Slab | None = None
+        had_bytes = capacity_bytes
         try:
             _preflight(folder, capacity_bytes, check_timeout_s)
             folder.mark_dirty()
@@ -64,7 +70,10 @@ class SsdStore:
                 index.delete_keys([*damaged, *(record.key for record in unusable)])
             if had_bytes > capacity_bytes:
                 slab.shrink(capacity_bytes)
+            folder.sync()
         except (OSError, lmdb.Error) as error:
+            if slab is not None and had_bytes < capacity_bytes:
+                slab.shrink(had_bytes)
             for part in opened:
                 part.close()
             folder.release()
@@ -75,10 +84,19 @@ class SsdStore:
                 f"{name}: folder {path}: the index cannot be opened: {error}: check the disk, or remove "
                 f"{folder.index_path}"
             ) from error
-        return cls(folder, slab, index), sorted(kept, key=lambda record: record.recency)
+        return cls(folder, slab, index), sorted(kept, key=attrgetter("recency"))
 
     def commit(self, changes: Sequence[Change]) -> list[CommitOutcome]:
-        """Make slab writes and index changes durable, in that order; one outcome per change."""
+        """Make slab writes and index changes durable, in that order; one outcome per change.
+
+        Transactions are bounded, so that copy on write never needs more of the index than is kept for it.
+        """
+        outcomes: list[CommitOutcome] = []
+        for start in range(0, len(changes), _CHANGES_PER_TRANSACTION):
+            outcomes += self._commit(changes[start : start + _CHANGES_PER_TRANSACTION])
+        return outcomes
+
+    def _commit(self, changes: Sequence[Change]) -> list[CommitOutcome]:
         stores = [change for change in changes if change.kind == "store"]
         others = [change for change in changes if change.kind != "store"]
         try:
@@ -107,7 +125,7 @@ class SsdStore:
             if is_clean:
                 self._folder.mark_clean()
         except (OSError, lmdb.Error) as error:
-            _log.warning("ssd: folder %s: closing was not clean: %s", self._folder.path, error)
+            _log.warning("folder %s: closing was not clean: %s", self._folder.path, error)
         finally:
             self.slab.close()
             self._folder.release()
@@ -126,6 +144,18 @@ class SsdStore:
                 for change in changes
             ]
         return [CommitOutcome(WriteStatus.OK)] * len(changes)
+
+
+@contextlib.contextmanager
+def garbage_collection_paused() -> Iterator[None]:
+    """Loading makes objects by the hundred thousand and no garbage; looking for it doubles the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _preflight(folder: SsdFolder, capacity_bytes: int, timeout_s: float) -> None:
@@ -168,8 +198,8 @@ def _without_overlaps(
     """Split records into those that can all be true, and the rest (of two that overlap the older goes)."""
     kept: list[IndexRecord] = []
     unusable: list[IndexRecord] = []
-    for record in sorted(records, key=lambda record: record.offset):
-        if record.offset + padded(record.header.length_bytes) > limit_bytes:
+    for record in sorted(records, key=attrgetter("offset")):
+        if record.offset + record.slot_bytes > limit_bytes:
             unusable.append(record)
             continue
         while kept and kept[-1].offset + kept[-1].slot_bytes > record.offset:

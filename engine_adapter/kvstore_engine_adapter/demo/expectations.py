@@ -62,7 +62,7 @@ class Trial:
             "prompt_tokens": answer.prompt_tokens,
             "shared_tokens": self.shared_tokens,
             "matched_tokens": answer.matched_tokens,
-            "matched_ratio": round(answer.matched_tokens / max(self.shared_tokens, 1), 4),
+            "matched_ratio": round(answer.matched_tokens / self.shared_tokens, 4),
             "tiers": dict(answer.tiers),
             "miss_reason": answer.miss_reason,
             "outputs_equal": self.outputs_equal,

@@ -41,6 +41,7 @@ async def start_redis(processes: Processes, folder: Path, *, max_bytes: int) -> 
         DemoFailed: there is no program, or it does not answer.
     """
     program = str(redis_program())
+    last_words = ""
     for _ in range(_TRIES):
         port = _free_port()
         command = [
@@ -51,7 +52,8 @@ async def start_redis(processes: Processes, folder: Path, *, max_bytes: int) -> 
         if await _answers(child, port):
             return child, f"redis://127.0.0.1:{port}/0"
         await processes.kill(child)
-    raise DemoFailed(f"redis: {program} does not answer after {_START_S:.0f} s: {child.last_words()}")
+        last_words = child.last_words()
+    raise DemoFailed(f"redis: {program} does not answer after {_START_S:.0f} s: {last_words}")
 
 
 def _free_port() -> int:

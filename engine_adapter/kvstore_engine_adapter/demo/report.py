@@ -35,9 +35,7 @@ def _row(tier: str, trial: Trial) -> tuple[str, ...]:
     return (
         tier,
         trial.replica,
-        f"{trial.answer.matched_tokens} of {trial.shared_tokens}"
-        if trial.shared_tokens
-        else str(trial.answer.matched_tokens),
+        f"{trial.answer.matched_tokens} of {trial.shared_tokens}",
         f"{trial.answer.ttft_s:.3f} s",
         f"{trial.cold.ttft_s:.3f} s",
         f"{trial.speedup:.1f} x",

@@ -20,7 +20,7 @@ from kvstore_engine_adapter.demo.store_node import StoreNode
 from kvstore_engine_adapter.demo.texts import MIN_TOKENS, DemoTexts
 
 _REDIS_BYTES = 256 << 20
-_ANSWER_TOKENS = 16
+_ANSWER_TOKENS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,8 @@ class _Scenario:
             answer = await self._ask(replica, texts.other_prompt())
         finally:
             redis.resume()
-        trial = Trial(texts.other_question, replica.name, 0, answer, cold)
+        # All of the prompt would have been reused, had Redis answered.
+        trial = Trial(texts.other_question, replica.name, cold.prompt_tokens, answer, cold)
         self.report.redis_stopped = trial
         self.report.broken += broken_with_redis_stopped(trial)
         self._say_outcome(trial)

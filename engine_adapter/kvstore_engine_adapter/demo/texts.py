@@ -14,9 +14,9 @@ _FILE_MAX_BYTES = 1 << 20
 
 _QUESTIONS = (
     "Who was the architect of the lighthouse?",
-    "How many steps does the stair have?",
     "What is the colour of the light?",
-    "Who was the first keeper of the light?",
+    "How high is the tower?",
+    "What is the reef called?",
     "In which year did the light become automatic?",
 )
 _QUESTIONS_ABOUT_ANYTHING = (
@@ -26,7 +26,7 @@ _QUESTIONS_ABOUT_ANYTHING = (
     "What is the last thing that the text says?",
     "Give this text a title.",
 )
-_OTHER_QUESTION = "Who was the first chairman of the cooperative?"
+_OTHER_QUESTION = "When was the cooperative founded?"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,162 @@
+"""The paged forward pass against a contiguous float64 reference, and its reproducibility under reuse."""
+
+import pytest
+import torch
+
+from kvstore.layout import KVLayout
+from kvstore_engine_adapter.attention import TorchAttention
+from kvstore_engine_adapter.llama import LlamaModel
+from kvstore_engine_adapter.model import load_model
+from kvstore_engine_adapter.model_config import RopeConfig
+from kvstore_engine_adapter.page_pool import TORCH_DTYPES, PagePool
+from tests.engine.conftest import CPU
+from tests.engine.tiny_model import HEAD_DIM, KV_HEADS, LAYERS, TinyModel, reference_logits
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+class Runner:
+    """A forward model with pages in shuffled order."""
+
+    def __init__(self, model, *, block_tokens=16, dtype="float32"):
+        self.block_tokens = block_tokens
+        self.model = LlamaModel(
+            model.config, model.weights, TorchAttention(), block_tokens=block_tokens, max_tokens=512
+        )
+        self.model.probe_ladder()
+        self.new_pool(dtype)
+
+    def new_pool(self, dtype):
+        pages = 512 // self.block_tokens
+        self.pool = PagePool(KVLayout(dtype, LAYERS, self.block_tokens, KV_HEADS, HEAD_DIM), pages, CPU)
+        self.slots = torch.randperm(pages, generator=torch.Generator().manual_seed(pages)).tolist()
+
+    def prefill(self, tokens, start=0):
+        position, hidden = start, None
+        while position < len(tokens):
+            end = min(len(tokens), self.model.chunk_end(position))
+            step = self.model.step(tokens[position:end], position, self.slots, self.pool)
+            hidden = self.model.run(step, self.pool)
+            position = end
+        return self.model.logits(hidden[-1])
+
+    def decode(self, tokens, start):
+        logits = None
+        for position in range(start, len(tokens)):
+            step = self.model.step([tokens[position]], position, self.slots, self.pool)
+            logits = self.model.logits(self.model.run(step, self.pool)[-1])
+        return logits
+
+    def forget_after(self, blocks):
+        for slot in self.slots[blocks:]:
+            self.pool.tensor[slot] = 0
+
+
+def some_tokens(count, vocab=300):
+    return torch.randint(3, vocab, (count,), generator=torch.Generator().manual_seed(count)).tolist()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 200])
+def test_paged_logits_match_the_contiguous_reference(tmp_path, architecture, count):
+    tiny = TinyModel(architecture, is_tied=False)
+    model = load_model(tiny.write_folder(tmp_path / "m"), dtype=torch.float32, device=CPU)
+    tokens = some_tokens(count)
+    wanted = reference_logits(tiny, tokens, model.config.rope.inverse_frequencies(HEAD_DIM))[-1]
+    # float32 against float64 through three layers: 1e-4 is a hundred roundings.
+    torch.testing.assert_close(Runner(model).prefill(tokens).double(), wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scaling", [LLAMA3, {"type": "linear", "factor": 2.0}])
+def test_rope_scaling_matches_the_reference(tmp_path, scaling):
+    tiny = TinyModel(rope_scaling=scaling)
+    model = load_model(tiny.write_folder(tmp_path / "m"), dtype=torch.float32, device=CPU)
+    tokens = some_tokens(150)
+    wanted = reference_logits(tiny, tokens, model.config.rope.inverse_frequencies(HEAD_DIM))[-1]
+    plain = reference_logits(tiny, tokens, RopeConfig(10000.0).inverse_frequencies(HEAD_DIM))[-1]
+    found = Runner(model).prefill(tokens).double()
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert (found - plain).abs().max() > 0.01
+
+
+def test_llama3_scaling_keeps_short_waves_and_slows_long_ones():
+    rope = RopeConfig(10000.0, "llama3", 8.0, 1.0, 4.0, 64)
+    plain = RopeConfig(10000.0).inverse_frequencies(HEAD_DIM)
+    scaled = rope.inverse_frequencies(HEAD_DIM)
+    assert scaled[0] == plain[0]
+    assert scaled[-1] == plain[-1] / 8
+    assert ((scaled <= plain) & (scaled >= plain / 8)).all()
+
+
+def test_every_rope_parameter_is_in_its_description():
+    ropes = [
+        RopeConfig(10000.0),
+        RopeConfig(20000.0),
+        RopeConfig(10000.0, "linear", 2.0),
+        RopeConfig(10000.0, "linear", 4.0),
+        RopeConfig(10000.0, frequency_factors=(1.0, 2.0)),
+    ]
+    assert len({rope.describe() for rope in ropes}) == len(ropes)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("block_tokens", [16, 24, 128])
+def test_logits_are_equal_to_the_bit_however_many_blocks_are_reused(tiny_gguf, dtype, block_tokens):
+    model = load_model(tiny_gguf, dtype=TORCH_DTYPES[dtype], device=CPU)
+    runner = Runner(model, block_tokens=block_tokens, dtype=dtype)
+    tokens = some_tokens(397)
+    cold = runner.prefill(tokens)
+    for blocks in range(1, 397 // block_tokens + 1):
+        runner.forget_after(blocks)
+        assert torch.equal(runner.prefill(tokens, blocks * block_tokens), cold), f"{blocks} blocks reused"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_blocks_that_decoding_filled_are_equal_to_prefilled_ones(tiny_bf16, tiny_f32, dtype):
+    runner = Runner(tiny_bf16 if dtype == "bfloat16" else tiny_f32, dtype=dtype)
+    tokens = some_tokens(200)
+    cold, pages = runner.prefill(tokens), runner.pool.tensor.clone()
+    runner.forget_after(3)
+    assert torch.equal(runner.decode(tokens, 48), cold)
+    assert torch.equal(runner.pool.tensor, pages)
+
+
+def test_stale_bytes_beyond_the_sequence_change_nothing(tiny_bf16):
+    runner = Runner(tiny_bf16, dtype="bfloat16")
+    tokens = some_tokens(70)
+    cold = runner.prefill(tokens)
+    runner.pool.tensor[runner.slots[4], :, :, 6:] = 7.0
+    assert torch.equal(runner.decode([*tokens[:-1], tokens[-1]], 69), cold)
+
+
+def test_a_row_count_that_gives_other_bits_is_left_out(tiny_f32, monkeypatch):
+    class Uneven(TorchAttention):
+        def attend(self, queries, keys, values, mask):
+            mixed = super().attend(queries, keys, values, mask)
+            return mixed * (1 + 1e-6) if len(queries) in (2, 16) else mixed
+
+    model = LlamaModel(tiny_f32.config, tiny_f32.weights, Uneven(), block_tokens=16, max_tokens=256)
+    ladder = model.probe_ladder()
+    assert not {2, 16} & set(ladder)
+    assert ladder[-1] == 64
+
+
+def test_pages_travel_through_host_buffers_unchanged(tiny_bf16):
+    runner = Runner(tiny_bf16, dtype="bfloat16")
+    runner.prefill(some_tokens(64))
+    before = runner.pool.tensor.clone()
+    buffers = [memoryview(bytearray(runner.pool.page_bytes)) for _ in range(2)]
+    slots = runner.slots[:2]
+    runner.pool.gather(slots, buffers)
+    runner.pool.clear(slots)
+    runner.pool.scatter(slots, buffers)
+    assert torch.equal(runner.pool.tensor, before)
+    views = runner.pool.host_views(slots)
+    assert views is not None
+    assert [bytes(view) for view in views] == [bytes(buffer) for buffer in buffers]

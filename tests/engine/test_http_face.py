@@ -1,0 +1,281 @@
+"""The HTTP face on a real socket: OpenAI's shapes, errors, streaming, hang-ups."""
+
+import asyncio
+import base64
+import contextlib
+import json
+
+import aiohttp
+import numpy as np
+import pytest
+from aiohttp import web
+
+from kvstore_engine_adapter.http_face import HttpFace
+from kvstore_engine_adapter.paged_engine import EngineSettings, PagedEngine
+
+LONG_TEXT = "The old pier burned down in 1847. " * 12
+
+
+def body(text=LONG_TEXT, **fields):
+    return {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": text}],
+        "temperature": 0,
+        "max_tokens": 8,
+    } | fields
+
+
+class Client:
+    def __init__(self, session, engine):
+        self._session = session
+        self.engine = engine
+
+    async def post(self, data):
+        options = {"data": data} if isinstance(data, bytes) else {"json": data}
+        async with self._session.post("/v1/chat/completions", **options) as response:
+            return response.status, await response.json(), response.headers
+
+    async def get(self, path):
+        async with self._session.get(path) as response:
+            return response.status, await response.json()
+
+    async def events(self, data):
+        async with self._session.post("/v1/chat/completions", json=data) as response:
+            assert response.status == 200
+            assert response.content_type == "text/event-stream"
+            lines = (await response.text()).split("\n\n")
+        assert lines[-2:] == ["data: [DONE]", ""]
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+    def streaming(self, data):
+        return self._session.post("/v1/chat/completions", json=data)
+
+
+@contextlib.asynccontextmanager
+async def serving(model, *, max_body_bytes=65536, **settings):
+    engine = PagedEngine(model, EngineSettings(max_model_tokens=1024, **settings))
+    await engine.open()
+    face = HttpFace(engine, model.tokenizer, model_name="tiny")
+    app = face.application(max_body_bytes=max_body_bytes)
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with aiohttp.ClientSession(url) as session:
+            yield Client(session, engine)
+    finally:
+        await runner.cleanup()
+        await engine.close()
+
+
+@pytest.fixture
+async def client(tiny_bf16):
+    async with serving(tiny_bf16) as client:
+        yield client
+
+
+async def test_an_answer_has_openais_shape(client):
+    status, answer, _ = await client.post(body())
+    assert status == 200
+    assert answer["object"] == "chat.completion"
+    assert answer["id"].startswith("chatcmpl-")
+    (choice,) = answer["choices"]
+    assert choice["message"]["role"] == "assistant"
+    assert choice["finish_reason"] in ("length", "stop")
+    usage = answer["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+async def test_reused_tokens_are_reported_as_cached(client):
+    await client.post(body())
+    _, answer, _ = await client.post(body())
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == answer["kvstore"]["matched_tokens"] > 100
+    assert answer["kvstore"]["tiers"] == {"vram": cached}
+    assert answer["kvstore"]["miss_reason"] is None
+
+
+async def test_a_streamed_answer_is_the_same_as_a_whole_one(client):
+    _, whole, _ = await client.post(body(kvstore={"output_tokens": True}))
+    events = await client.events(
+        body(stream=True, stream_options={"include_usage": True}, kvstore={"output_tokens": True})
+    )
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    text = "".join(e["choices"][0]["delta"].get("content", "") for e in events if e["choices"])
+    assert text == whole["choices"][0]["message"]["content"]
+    last, usage = events[-2:]
+    assert last["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert last["kvstore"]["output_tokens"] == whole["kvstore"]["output_tokens"]
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+
+
+async def test_first_logits_come_as_float32_and_choose_the_first_token(client, tiny_bf16):
+    _, answer, _ = await client.post(body(kvstore={"first_logits": True}))
+    logits = np.frombuffer(base64.b64decode(answer["kvstore"]["first_logits"]), dtype="<f4")
+    assert logits.shape == (tiny_bf16.config.vocab_size,)
+    assert int(logits.argmax()) == answer["kvstore"]["output_tokens"][0]
+
+
+async def test_a_stop_text_ends_the_answer(client):
+    _, plain, _ = await client.post(body(max_tokens=30))
+    text = plain["choices"][0]["message"]["content"]
+    stop = text[5:8]
+    _, stopped, _ = await client.post(body(max_tokens=30, stop=[stop]))
+    assert stopped["choices"][0]["message"]["content"] == text[: text.index(stop)]
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+    assert stopped["usage"]["completion_tokens"] < 30
+
+
+async def test_content_may_come_in_text_parts(client):
+    parts = [{"type": "text", "text": LONG_TEXT[:50]}, {"type": "text", "text": LONG_TEXT[50:]}]
+    _, split, _ = await client.post(body(parts))
+    _, whole, _ = await client.post(body())
+    assert split["choices"] == whole["choices"]
+
+
+async def test_parameters_that_mean_off_are_accepted(client):
+    status, _, _ = await client.post(
+        body(
+            n=1, logprobs=False, presence_penalty=0.0, tools=None, response_format={"type": "text"}, user="me"
+        )
+    )
+    assert status == 200
+
+
+BAD = [
+    (b"{", "invalid_json", None),
+    (b'{"a": NaN}', "invalid_json", None),
+    (b"[" * 20000, "invalid_json", None),
+    (b"\xff\xfe", "invalid_json", None),
+    (b"[]", "invalid_json", None),
+    (b"", "invalid_json", None),
+    (body(model=None), None, "model"),
+    (body(model=7), None, "model"),
+    (body(messages=[]), None, "messages"),
+    (body(messages="hello"), None, "messages"),
+    (body(messages=["hello"]), None, "messages[0]"),
+    (body(messages=[{"role": "king", "content": "x"}]), None, "messages[0].role"),
+    (body(messages=[{"role": "user", "content": 7}]), None, "messages[0].content"),
+    (
+        body([{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x"}}]),
+        None,
+        "messages[0].content[0]",
+    ),
+    (body("\ud800"), None, "messages[0].content"),
+    (body(temperature="hot"), None, "temperature"),
+    (body(temperature=3), None, "temperature"),
+    (body(temperature=True), None, "temperature"),
+    (body(top_p=0), None, "top_p"),
+    (body(top_k=1.5), None, "top_k"),
+    (body(seed="x"), None, "seed"),
+    (body(seed=10**30), None, "seed"),
+    (body(max_tokens=0), None, "max_tokens"),
+    (body(max_tokens=1.5), None, "max_tokens"),
+    (body(stream="yes"), None, "stream"),
+    (body(stream_options=[]), None, "stream_options"),
+    (body(stream_options={"x": 1}), "unknown_parameter", "stream_options.x"),
+    (body(stop=[""]), None, "stop"),
+    (body(stop=["a"] * 5), None, "stop"),
+    (body(n=2), "unsupported_parameter", "n"),
+    (body(tools=[{"type": "function"}]), "unsupported_parameter", "tools"),
+    (body(logprobs=True), "unsupported_parameter", "logprobs"),
+    (body(response_format={"type": "json_object"}), "unsupported_parameter", "response_format"),
+    (body(frobnicate=1), "unknown_parameter", "frobnicate"),
+    (body(kvstore={"x": 1}), "unknown_parameter", "kvstore.x"),
+    (body(kvstore={"first_logits": 1}), None, "kvstore.first_logits"),
+    (body("word " * 3000), "context_length_exceeded", "messages"),
+    (body(max_tokens=5000), "context_length_exceeded", "messages"),
+]
+
+
+async def test_bad_requests_get_openai_shaped_errors_and_the_engine_goes_on(client):
+    for data, code, param in BAD:
+        status, answer, _ = await client.post(data)
+        error = answer["error"]
+        assert (status, error["code"], error["param"]) == (400, code, param), data
+        assert error["type"] == "invalid_request_error"
+        assert "\n" not in error["message"]
+    status, _, _ = await client.post(body())
+    assert status == 200
+
+
+async def test_an_error_of_a_streaming_request_has_its_own_status(client):
+    status, answer, _ = await client.post(body("word " * 3000, stream=True))
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_an_unknown_model_is_404(client):
+    status, answer, _ = await client.post(body(model="gpt-9"))
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    status, answer = await client.get("/v1/models/gpt-9")
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_an_unknown_route_and_a_wrong_method_are_openai_shaped(client):
+    status, answer = await client.get("/v1/nothing")
+    assert (status, answer["error"]["type"]) == (404, "invalid_request_error")
+    status, answer = await client.get("/v1/chat/completions")
+    assert (status, answer["error"]["type"]) == (405, "invalid_request_error")
+
+
+async def test_a_body_beyond_the_limit_is_413(client):
+    status, answer, _ = await client.post(body("x" * 70000))
+    assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
+
+
+async def test_a_full_queue_is_503_with_a_time_to_come_back(tiny_bf16):
+    async with serving(tiny_bf16, max_waiting=1) as client:
+        answers = await asyncio.gather(*(client.post(body(max_tokens=60)) for _ in range(4)))
+    refused = [(answer, headers) for status, answer, headers in answers if status == 503]
+    assert sorted(status for status, _, _ in answers) == [200, 200, 503, 503]
+    for answer, headers in refused:
+        assert answer["error"]["type"] == "overloaded_error"
+        assert headers["Retry-After"] == "1"
+
+
+async def test_models_and_health_are_reported(client):
+    status, models = await client.get("/v1/models")
+    assert (status, models["data"][0]["id"], models["object"]) == (200, "tiny", "list")
+    status, model = await client.get("/v1/models/tiny")
+    assert (status, model["max_model_len"]) == (200, 1024)
+    assert await client.get("/healthz") == (200, {"status": "ok"})
+    status, stats = await client.get("/stats")
+    assert (status, stats["waiting_requests"]) == (200, 0)
+
+
+async def test_a_client_that_hangs_up_ends_its_request(client):
+    async with client.streaming(body(max_tokens=400, stream=True)) as response:
+        assert response.status == 200
+        await response.content.readline()
+        response.close()
+    status, answer, _ = await client.post(body())
+    assert status == 200
+    # Behind 400 tokens for nobody it would wait about a second.
+    assert answer["kvstore"]["queue_s"] < 0.2
+    assert client.engine.manager.stats()["owners"] == 0
+    assert client.engine.stats()["is_running"] is False
+
+
+async def test_a_client_that_gives_up_on_a_whole_answer_ends_its_request(client):
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await client.post(body(max_tokens=400))
+    status, answer, _ = await client.post(body())
+    assert status == 200
+    assert answer["kvstore"]["queue_s"] < 0.2
+    assert client.engine.manager.stats()["owners"] == 0
+
+
+async def test_a_failure_inside_the_engine_is_500_and_the_engine_goes_on(client, monkeypatch):
+    def broken(*_args, **_kwargs):
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client.engine._running.forward_model, "run", broken)
+        status, answer, _ = await client.post(body())
+        assert (status, answer["error"]["type"]) == (500, "server_error")
+    status, _, _ = await client.post(body())
+    assert status == 200

@@ -1,0 +1,143 @@
+"""``kvstore engine`` as a process: ready line, answers, signals, bad input, and a real store behind it."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from kvstore.cli import main
+
+COMMAND = [sys.executable, "-c", "import sys; from kvstore.cli import main; sys.exit(main())"]
+TEXT = "The old pier burned down in 1847. " * 10
+
+
+class Process:
+    """A kvstore command that says when it is ready; killed at the end if it still runs."""
+
+    def __init__(self, *arguments):
+        self.child = subprocess.Popen(
+            [*COMMAND, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self):
+        self.event = json.loads(self.child.stdout.readline())
+        assert self.event["event"] == "ready"
+        return self
+
+    def __exit__(self, *_):
+        self.child.kill()
+        self.child.communicate()
+
+    def stop(self):
+        self.child.send_signal(signal.SIGTERM)
+        _, errors = self.child.communicate(timeout=30)
+        return self.child.returncode, errors
+
+    def ask(self):
+        data = {"model": "tiny", "messages": [{"role": "user", "content": TEXT}], "temperature": 0}
+        data |= {"max_tokens": 6, "kvstore": {"output_tokens": True}}
+        request = urllib.request.Request(
+            f"{self.event['url']}/v1/chat/completions", data=json.dumps(data).encode()
+        )
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return json.load(response)["kvstore"]
+
+
+def engine(model, *options):
+    return Process("engine", "--model", model, "--port", 0, "--max-model-len", 512, *options)
+
+
+@pytest.fixture
+def refused(capsys):
+    """Run a command in this process, to its exit status and its one line on stderr."""
+
+    def run(*arguments):
+        status = main([str(argument) for argument in arguments])
+        output, errors = capsys.readouterr()
+        assert output == ""
+        assert errors.count("\n") == 1, errors
+        return status, errors
+
+    return run
+
+
+def test_an_engine_serves_until_sigterm_and_ends_with_0(tiny_gguf):
+    with engine(tiny_gguf) as process:
+        assert process.event["url"].startswith("http://127.0.0.1:")
+        assert process.ask()["matched_tokens"] == 0
+        assert process.ask()["matched_tokens"] > 0
+        assert process.stop() == (0, "")
+
+
+def test_engines_share_blocks_through_a_store_and_answer_alike(tiny_gguf, tmp_path):
+    config = tmp_path / "store.toml"
+    config.write_text(
+        f'[server]\nsocket = "{tmp_path}/s"\nlog_level = "error"\n[tiers.dram]\ncapacity_bytes = "32MiB"\n'
+        'staging_bytes = "4MiB"\n'
+    )
+    with Process("serve", "--config", config, "--json"):
+        with engine(tiny_gguf, "--store", tmp_path / "s") as first:
+            wanted = first.ask()
+            assert first.stop() == (0, "")
+        with engine(tiny_gguf, "--store", tmp_path / "s") as second:
+            found = second.ask()
+    assert found["tiers"].keys() == {"dram"}
+    assert found["matched_tokens"] == found["prompt_tokens"] // 16 * 16
+    assert found["output_tokens"] == wanted["output_tokens"]
+
+
+def test_an_engine_whose_store_is_absent_answers_all_the_same(tiny_gguf, tmp_path):
+    with engine(tiny_gguf, "--store", tmp_path / "nobody") as process:
+        started_s = time.monotonic()
+        assert process.ask()["matched_tokens"] == 0
+        assert time.monotonic() - started_s < 10
+        assert process.ask()["tiers"].keys() == {"vram"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "/nonexistent/model.gguf"], "no such file or folder"),
+        (["--store", "x", "--no-reuse"], "exclude each other"),
+        (["--host", "0.0.0.0"], "is not loopback"),
+        (["--host", "example.org"], "is no IP address"),
+        (["--device", "cuda"], "no CUDA device"),
+        (["--max-model-len", "99999"], "the model allows"),
+        (["--kv-cache-bytes", "10"], "holds no block"),
+        (["--num-blocks", "1000000000000"], "lower the number of blocks"),
+        (["--block-tokens", "70000"], "block_tokens"),
+        (["--tenant-salt-file", "/nonexistent/salt"], "No such file"),
+        (["--store", "/" + "x" * 200], "x" * 20),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_status_2(tiny_gguf, refused, options, message):
+    status, errors = refused("engine", "--model", tiny_gguf, "--port", 0, *options)
+    assert status == 2
+    assert message in errors
+
+
+def test_a_port_in_use_is_one_line_and_exit_status_2(tiny_gguf, refused):
+    with engine(tiny_gguf) as process:
+        port = process.event["url"].rsplit(":", 1)[1]
+        status, errors = refused("engine", "--model", tiny_gguf, "--port", port)
+    assert status == 2
+    assert "cannot be listened on" in errors
+
+
+def test_a_salt_that_is_too_short_is_refused(tiny_gguf, tmp_path, refused):
+    (tmp_path / "salt").write_bytes(b"short")
+    status, errors = refused("engine", "--model", tiny_gguf, "--tenant-salt-file", tmp_path / "salt")
+    assert status == 2
+    assert "5 bytes" in errors
+
+
+def test_a_truncated_model_is_one_line_and_exit_status_2(tiny_gguf, tmp_path, refused):
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(tiny_gguf.read_bytes()[:-100])
+    status, errors = refused("engine", "--model", cut, "--port", 0)
+    assert status == 2
+    assert "cut short" in errors
