@@ -106,8 +106,8 @@ class AsyncKVStore:
     may be cancelled: it returns only when nothing touches the caller's buffers any more, and what it had
     leased or reserved is given back.
 
-    Every data call raises InvalidRequest for a chain or buffers that no state of the store could serve:
-    a namespace that is not open, wrong sizes, more than 10 000 keys.
+    Every call raises InvalidRequest for what no state of the store could serve: a namespace that is not
+    open, buffers of wrong sizes, more than 10 000 keys, a negative timeout, a closed client.
     """
 
     def __init__(self, path: Path, *, timeouts: Timeouts | None = None) -> None:
@@ -176,7 +176,7 @@ class AsyncKVStore:
         try:
             return await self._run(
                 lambda session: calls.match_plan(session, chain, part),
-                timeout_s=self._state.timeouts.match_s if timeout_s is None else timeout_s,
+                deadline_s=self._state.deadline_s(timeout_s, self._state.timeouts.match_s),
                 namespace=chain.namespace,
             )
         except AWAY as error:
@@ -234,7 +234,7 @@ class AsyncKVStore:
                     checksums=checksums,
                     tally=tally,
                 ),
-                timeout_s=self._state.timeouts.put_s if timeout_s is None else timeout_s,
+                deadline_s=self._state.deadline_s(timeout_s, self._state.timeouts.put_s),
                 namespace=chain.namespace,
             )
         return tally.result()
@@ -247,7 +247,7 @@ class AsyncKVStore:
         with contextlib.suppress(*AWAY), self._counted():
             return await self._run(
                 lambda session: calls.prefetch_plan(session, chain, part),
-                timeout_s=self._state.timeouts.fetch_s if timeout_s is None else timeout_s,
+                deadline_s=self._state.deadline_s(timeout_s, self._state.timeouts.fetch_s),
                 namespace=chain.namespace,
             )
         return 0
@@ -327,7 +327,7 @@ class AsyncKVStore:
                 lambda session: calls.fetch_plan(
                     session, chain, part=part, length_bytes=length_bytes, buffers=buffers, tally=tally
                 ),
-                timeout_s=self._state.timeouts.fetch_s if timeout_s is None else timeout_s,
+                deadline_s=self._state.deadline_s(timeout_s, self._state.timeouts.fetch_s),
                 namespace=chain.namespace,
             )
         except AWAY as error:
@@ -341,8 +341,8 @@ class AsyncKVStore:
         *,
         namespace: NamespaceDigest | None = None,
     ) -> T:
-        timeout_s = self._state.timeouts.control_s if timeout_s is None else timeout_s
-        return await self._run(make_plan, timeout_s=timeout_s, namespace=namespace, is_control=True)
+        deadline_s = self._state.deadline_s(timeout_s, self._state.timeouts.control_s)
+        return await self._run(make_plan, deadline_s=deadline_s, namespace=namespace, is_control=True)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -356,11 +356,10 @@ class AsyncKVStore:
         self,
         make_plan: Callable[[Session], Plan[T]],
         *,
-        timeout_s: float,
+        deadline_s: float,
         namespace: NamespaceDigest | None = None,
         is_control: bool = False,
     ) -> T:
-        deadline_s = time.monotonic() + timeout_s
         try:
             link = await self._open_link(deadline_s, is_control=is_control)
             if namespace is not None and namespace not in link.opened:
@@ -386,6 +385,9 @@ class AsyncKVStore:
                     return self._link
                 if not is_control:
                     self._state.check_may_connect()
+                lost, self._link = self._link, None
+                if lost is not None:
+                    await lost.close()
                 return await self._connect()
         except TimeoutError as error:
             raise TimedOut(f"server at {self._path}: no connection in time") from error

@@ -44,7 +44,8 @@ class _Waiting(NamedTuple):
 class AsyncLink(asyncio.Protocol):
     """A greeted connection on one event loop."""
 
-    def __init__(self, welcome: Welcome, arena: MappedArena | None) -> None:
+    def __init__(self, sock: socket.socket, welcome: Welcome, arena: MappedArena | None) -> None:
+        self._sock = sock
         self.welcome = welcome
         self.arena = arena
         self.opened: set[NamespaceDigest] = set()
@@ -68,7 +69,7 @@ class AsyncLink(asyncio.Protocol):
         try:
             loop = asyncio.get_running_loop()
             await loop.sock_connect(sock, os.fspath(path))
-            link = cls(*await _greet(sock, arenas))
+            link = cls(sock, *await _greet(sock, arenas))
             await loop.create_unix_connection(lambda: link, sock=sock)
         except OSError as error:
             sock.close()
@@ -80,8 +81,15 @@ class AsyncLink(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether requests can be sent."""
-        return self._transport is not None and not self._transport.is_closing()
+        """Whether requests can be sent: also the end of the stream that the loop has not seen yet counts."""
+        if self._transport is None or self._transport.is_closing():
+            return False
+        try:
+            return self._sock.recv(1, socket.MSG_PEEK) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin."""
@@ -93,7 +101,7 @@ class AsyncLink(asyncio.Protocol):
         self._heard_s = time.monotonic()
         self._decoder.feed(data)
         try:
-            while self.is_open and (frame := self._decoder.next_frame()) is not None:
+            while self._transport is not None and (frame := self._decoder.next_frame()) is not None:
                 self._settle(frame)
         except ProtocolMismatch as error:
             self._fail(error)

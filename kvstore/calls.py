@@ -17,6 +17,7 @@ import numpy as np
 from kvstore.errors import (
     CorruptBlock,
     InvalidRequest,
+    KVStoreError,
     ProtocolMismatch,
     ServerUnavailable,
     TierFull,
@@ -367,10 +368,12 @@ def _write_and_commit(
             yield Tell(ReturnSlots(tuple([UnusedSlot(slot.offset, slot.generation) for slot in unused])))
 
 
-def miss_reason(error: ServerUnavailable | ProtocolMismatch | TierUnavailable | CorruptBlock) -> MissReason:
+def miss_reason(error: KVStoreError) -> MissReason:
     """Return the reason that a failure of the connection or the server is on the data path."""
     if isinstance(error, TimedOut):
         return MissReason.TIMED_OUT
+    if isinstance(error, TierFull):
+        return MissReason.NO_ROOM
     return MissReason.CORRUPT if isinstance(error, CorruptBlock) else MissReason.UNAVAILABLE
 
 

@@ -159,8 +159,8 @@ class KVStore:
     connections are remade by themselves. Control calls (ping, stats, check, flush, drop) raise
     ServerUnavailable instead.
 
-    Every data call raises InvalidRequest for a chain or buffers that no state of the store could serve:
-    a namespace that is not open, wrong sizes, more than 10 000 keys.
+    Every call raises InvalidRequest for what no state of the store could serve: a namespace that is not
+    open, buffers of wrong sizes, more than 10 000 keys, a negative timeout, a closed client.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class KVStore:
         try:
             return self._run(
                 lambda session: calls.match_plan(session, chain, part),
-                timeout_s=self._state.timeouts.match_s if timeout_s is None else timeout_s,
+                deadline_s=self._state.deadline_s(timeout_s, self._state.timeouts.match_s),
                 namespace=chain.namespace,
             )
         except AWAY as error:
@@ -290,7 +290,7 @@ class KVStore:
                     checksums=checksums,
                     tally=tally,
                 ),
-                timeout_s=self._state.timeouts.put_s if timeout_s is None else timeout_s,
+                deadline_s=self._state.deadline_s(timeout_s, self._state.timeouts.put_s),
                 namespace=chain.namespace,
             )
         return tally.result()
@@ -303,7 +303,7 @@ class KVStore:
         with contextlib.suppress(*AWAY), self._counted():
             return self._run(
                 lambda session: calls.prefetch_plan(session, chain, part),
-                timeout_s=self._state.timeouts.fetch_s if timeout_s is None else timeout_s,
+                deadline_s=self._state.deadline_s(timeout_s, self._state.timeouts.fetch_s),
                 namespace=chain.namespace,
             )
         return 0
@@ -376,7 +376,7 @@ class KVStore:
                 lambda session: calls.fetch_plan(
                     session, chain, part=part, length_bytes=length_bytes, buffers=buffers, tally=tally
                 ),
-                timeout_s=self._state.timeouts.fetch_s if timeout_s is None else timeout_s,
+                deadline_s=self._state.deadline_s(timeout_s, self._state.timeouts.fetch_s),
                 namespace=chain.namespace,
             )
         except AWAY as error:
@@ -390,8 +390,8 @@ class KVStore:
         *,
         namespace: NamespaceDigest | None = None,
     ) -> T:
-        timeout_s = self._state.timeouts.control_s if timeout_s is None else timeout_s
-        return self._run(make_plan, timeout_s=timeout_s, namespace=namespace, is_control=True)
+        deadline_s = self._state.deadline_s(timeout_s, self._state.timeouts.control_s)
+        return self._run(make_plan, deadline_s=deadline_s, namespace=namespace, is_control=True)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -405,11 +405,10 @@ class KVStore:
         self,
         make_plan: Callable[[Session], Plan[T]],
         *,
-        timeout_s: float,
+        deadline_s: float,
         namespace: NamespaceDigest | None = None,
         is_control: bool = False,
     ) -> T:
-        deadline_s = time.monotonic() + timeout_s
         try:
             with self._live_pool().lend(deadline_s, is_control=is_control) as link:
                 session = _CallSession(link, self._state, deadline_s)

@@ -10,17 +10,20 @@ from kvstore.errors import (
     CorruptBlock,
     InvalidConfig,
     InvalidRequest,
+    KVStoreError,
     ProtocolMismatch,
     ServerUnavailable,
+    TierFull,
     TierUnavailable,
 )
 from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import KVLayout, Part
 from kvstore.results import MissReason
 
-AWAY = (ServerUnavailable, ProtocolMismatch, TierUnavailable, CorruptBlock)
+AWAY = (ServerUnavailable, ProtocolMismatch, TierFull, TierUnavailable, CorruptBlock)
 """Failures that are results on the data path."""
 
+_LONGEST_CALL_S = 86_400.0
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 1.0
 
@@ -111,14 +114,23 @@ class ClientState:
             )
         return layout.block_bytes if part is None else layout.part_bytes(part)
 
+    def deadline_s(self, timeout_s: float | None, default_s: float) -> float:
+        """Return the instant at which a call must be over.
+
+        Raises:
+            InvalidRequest: the time is negative or no number.
+        """
+        chosen_s = default_s if timeout_s is None else timeout_s
+        if not chosen_s >= 0:
+            raise InvalidRequest(f"timeout_s is {chosen_s!r}, expected seconds, not negative")
+        return self.clock() + min(chosen_s, _LONGEST_CALL_S)
+
     @property
     def stats(self) -> ClientStats:
         """Counters as they are now."""
         return self._stats
 
-    def note_away(
-        self, error: ServerUnavailable | ProtocolMismatch | TierUnavailable | CorruptBlock
-    ) -> MissReason:
+    def note_away(self, error: KVStoreError) -> MissReason:
         """Count a call that the server did not serve; returns the reason it is a miss for."""
         with self._lock:
             at = self._stats

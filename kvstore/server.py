@@ -168,7 +168,11 @@ class StoreServer:
         )
         self._connections.add(connection)
         self.counters.connections += 1
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, sock)
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, sock)
+        except OSError:
+            self._connections.discard(connection)
+            sock.close()
 
     def _refusal(self, sock: socket.socket) -> ServerUnavailable | None:
         _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
@@ -178,6 +182,8 @@ class StoreServer:
             return ServerUnavailable(
                 f"server: {self._max_connections} clients are connected, none more: raise max_connections"
             )
+        if len(self._greetings) > _BACKLOG:
+            return ServerUnavailable(f"server: {_BACKLOG} clients are greeting at once, none more")
         return ServerUnavailable("server: stopping") if self._is_stopping else None
 
     def _refuse(self, sock: socket.socket, error: ServerUnavailable | ProtocolMismatch) -> None:

@@ -49,7 +49,7 @@ from kvstore.messages import (
     decode_request,
     encode_message,
 )
-from kvstore.results import LeaseId, ReservedSlot
+from kvstore.results import LeaseId, Owner, ReservedSlot
 from kvstore.tier import Slot
 from kvstore.wire import Frame, FrameDecoder
 
@@ -106,7 +106,7 @@ class Connection(asyncio.Protocol):
         self._counters = counters
         self._malformed = malformed
         self._on_end = on_end
-        self._owner = manager.new_owner()
+        self._owner = Owner(0)
         self._in_flight: dict[int, asyncio.Task[None]] = {}
         self._namespaces: set[bytes] = set()
         self._lent: dict[int, int] = {}
@@ -121,6 +121,7 @@ class Connection(asyncio.Protocol):
         """Begin to serve."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        self._owner = self._manager.new_owner()
         transport.set_write_buffer_limits(high=_WRITE_HIGH_BYTES)
         self._pump()
 

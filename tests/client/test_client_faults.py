@@ -13,7 +13,7 @@ import pytest
 
 from kvstore import AsyncKVStore, KVStore, MissReason, Namespace, PrefixChain, PutResult, Timeouts
 from kvstore.arena_link import ArenaCache
-from kvstore.errors import ServerUnavailable
+from kvstore.errors import InvalidRequest, ServerUnavailable
 from kvstore.link import Link, unix_dial
 from kvstore.messages import ChainRef, Fetch, OpenNamespace, Ready, Release
 from tests.client.conftest import NAMESPACE, PATIENT
@@ -221,3 +221,33 @@ def test_default_timeouts_are_those_documented() -> None:
 def test_one_timeout_sets_the_whole_data_path(tmp_path: Path, namespace: Namespace) -> None:
     with KVStore.connect(tmp_path / "none.sock", timeout_s=0.25) as client:
         assert client.timeouts == Timeouts(match_s=0.25, fetch_s=0.25, put_s=0.25, control_s=5.0)
+
+
+def _num_arena_mappings() -> int:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum("kvstore-arena" in line for line in lines)
+
+
+async def test_the_arena_of_a_dead_server_is_let_go(
+    face: Face, store: StoreProcess, chain: PrefixChain, payloads: Payloads
+) -> None:
+    for _ in range(3):
+        await face.put(chain, payloads)
+        store.kill()
+        store.start()
+        await face.ping()
+        await face.match(chain)
+
+    assert _num_arena_mappings() == 2
+
+
+@pytest.mark.parametrize("timeout_s", [-1.0, float("nan")])
+async def test_an_impossible_timeout_is_refused(face: Face, chain: PrefixChain, timeout_s: float) -> None:
+    with pytest.raises(InvalidRequest, match="timeout_s"):
+        await face.match(chain, timeout_s=timeout_s)
+
+
+async def test_an_endless_timeout_is_bounded_by_the_answer(
+    face: Face, store: StoreProcess, chain: PrefixChain
+) -> None:
+    assert (await face.match(chain, timeout_s=float("inf"))).reason is MissReason.NEVER_SEEN

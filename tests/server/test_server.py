@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import random
 import socket
 import stat
 import struct
@@ -418,3 +419,28 @@ async def test_no_descriptor_is_left_after_many_connections(server: StoreServer,
     await _until(lambda: not server.num_connections)
 
     assert _num_descriptors() <= before
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_mutated_frames_harm_nobody_else(
+    server: StoreServer, client: AsyncKVStore, tmp_path: Path, seed: int
+) -> None:
+    choose = random.Random(seed)
+    about = ChainRef(NAMESPACE.chain(range(16)))
+    originals = [
+        encode_message(request, 3)
+        for request in (Match(about, 9), Fetch(about, 9), Reserve(about, 9), Release(1), Stats(), Ping())
+    ]
+    for _ in range(40):
+        async with _greeted(tmp_path) as raw:
+            data = bytearray(b"".join(choose.choices(originals, k=5)))
+            for _ in range(choose.randint(1, 5)):
+                data[choose.randrange(len(data))] = choose.randrange(256)
+            with contextlib.suppress(ConnectionError):
+                await raw.send(bytes(data))
+    await _until(lambda: server.num_connections <= 1)
+    await client.ping()
+
+    stats = await client.stats()
+    assert (stats["owners"], stats["tiers"]["dram"]["used_bytes"]) == (1, 0)
+    assert await client.check() == []

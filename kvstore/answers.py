@@ -1,0 +1,268 @@
+"""Answers of the protocol: what a server may say to a request."""
+
+import enum
+import struct
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Self
+
+from kvstore.errors import (
+    CorruptBlock,
+    InvalidLayout,
+    InvalidRequest,
+    KVStoreError,
+    ProtocolMismatch,
+    ServerUnavailable,
+    TierFull,
+    TierUnavailable,
+)
+from kvstore.layout import MAX_BLOCK_BYTES
+from kvstore.message_fields import (
+    U32,
+    U64,
+    EmptyMessage,
+    TierNames,
+    Values,
+    byte_string,
+    check_positions,
+    count_fields,
+    integer,
+    miss_reason_or_none,
+    text,
+)
+from kvstore.results import MissReason
+from kvstore.wire import MAX_KEYS
+
+INSTANCE_BYTES = 16
+"""Length of the random id that tells a server from its successor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Answer to Hello; the arena's file descriptor comes with it when ``arena_bytes`` is not 0."""
+
+    KIND: ClassVar[int] = 0x8001
+    instance: bytes
+    arena_bytes: int
+    max_in_flight: int
+
+    def to_wire(self) -> Values:
+        """Return the fields in order."""
+        return (self.instance, self.arena_bytes, self.max_in_flight)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked answer."""
+        count_fields(values, 3, "welcome")
+        return cls(
+            byte_string(values[0], "instance", low=INSTANCE_BYTES, high=INSTANCE_BYTES),
+            integer(values[1], 0, U64, "arena_bytes"),
+            integer(values[2], 1, 65536, "max_in_flight"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Done(EmptyMessage):
+    """Answer of a request that has nothing to say but that it was done."""
+
+    KIND: ClassVar[int] = 0x8002
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Answer of a request that counts: blocks prefetched or dropped; 1 or 0 for a flush."""
+
+    KIND: ClassVar[int] = 0x8003
+    count: int
+
+    def to_wire(self) -> Values:
+        """Return the number."""
+        return (self.count,)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked answer."""
+        count_fields(values, 1, "count")
+        return cls(integer(values[0], 0, U32, "count"))
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """Answer to Match: the tier of each stored leading block, and why the next one missed."""
+
+    KIND: ClassVar[int] = 0x8004
+    tiers: TierNames
+    reason: MissReason | None
+
+    def to_wire(self) -> Values:
+        """Return names, indices and the reason."""
+        return (self.tiers.names, self.tiers.indices, None if self.reason is None else self.reason.value)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked answer."""
+        count_fields(values, 3, "matched")
+        blob = byte_string(values[1], "tier indices", high=MAX_KEYS)
+        return cls(TierNames.from_wire(values[0], blob, len(blob)), miss_reason_or_none(values[2]))
+
+
+class ReadySlot(NamedTuple):
+    """A leased block in the arena: where, in which generation, and its bytes' xxh3-64."""
+
+    offset: int
+    generation: int
+    checksum: int
+
+
+_READY = struct.Struct("<QQQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Answer to Fetch: leased slots of the leading blocks (no lease when there are none)."""
+
+    KIND: ClassVar[int] = 0x8005
+    lease: int | None
+    length_bytes: int
+    slots: tuple[ReadySlot, ...]
+    origins: TierNames
+    reason: MissReason | None
+
+    def to_wire(self) -> Values:
+        """Return the fields, one record per slot."""
+        return (
+            self.lease,
+            self.length_bytes,
+            b"".join([_READY.pack(*slot) for slot in self.slots]),
+            self.origins.names,
+            self.origins.indices,
+            None if self.reason is None else self.reason.value,
+        )
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked answer."""
+        count_fields(values, 6, "ready")
+        lease, length, records, names, indices, reason = values
+        blob = byte_string(records, "slots", high=MAX_KEYS * _READY.size, step=_READY.size)
+        slots = tuple([ReadySlot(*fields) for fields in _READY.iter_unpack(blob)])
+        if (lease is None) != (not slots):
+            raise ProtocolMismatch("message: a lease is given exactly when there are blocks")
+        return cls(
+            None if lease is None else integer(lease, 0, U64, "lease"),
+            integer(length, 0, MAX_BLOCK_BYTES, "length_bytes"),
+            slots,
+            TierNames.from_wire(names, indices, len(slots)),
+            miss_reason_or_none(reason),
+        )
+
+
+class LentSlot(NamedTuple):
+    """A slot lent to a writer: position in the chain, where it is, in which generation."""
+
+    position: int
+    offset: int
+    generation: int
+
+
+_LENT = struct.Struct("<IQQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """Answer to Reserve: slots to write into, and how many blocks of the chain need none: present already."""
+
+    KIND: ClassVar[int] = 0x8006
+    slots: tuple[LentSlot, ...]
+    present: int
+
+    def to_wire(self) -> Values:
+        """Return one record per slot, and the number of present blocks."""
+        return (b"".join([_LENT.pack(*slot) for slot in self.slots]), self.present)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked answer; positions grow."""
+        count_fields(values, 2, "lent")
+        blob = byte_string(values[0], "slots", high=MAX_KEYS * _LENT.size, step=_LENT.size)
+        slots = tuple([LentSlot(*fields) for fields in _LENT.iter_unpack(blob)])
+        check_positions([slot.position for slot in slots], MAX_KEYS)
+        return cls(slots, integer(values[1], 0, MAX_KEYS, "present"))
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Answer to Stats and Check: JSON text in UTF-8."""
+
+    KIND: ClassVar[int] = 0x8007
+    json: bytes
+
+    def to_wire(self) -> Values:
+        """Return the text's bytes."""
+        return (self.json,)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked answer; the JSON itself is checked by who reads it."""
+        count_fields(values, 1, "report")
+        return cls(byte_string(values[0], "report"))
+
+
+class FailureCode(enum.Enum):
+    """Why a request was refused or failed. A closed set."""
+
+    INVALID_REQUEST = "invalid_request"
+    INVALID_LAYOUT = "invalid_layout"
+    TIER_FULL = "tier_full"
+    TIER_UNAVAILABLE = "tier_unavailable"
+    CORRUPT = "corrupt"
+    STOPPING = "stopping"
+    INTERNAL = "internal"
+
+
+_FAILURES: tuple[tuple[type[KVStoreError], FailureCode], ...] = (
+    (InvalidRequest, FailureCode.INVALID_REQUEST),
+    (InvalidLayout, FailureCode.INVALID_LAYOUT),
+    (TierFull, FailureCode.TIER_FULL),
+    (TierUnavailable, FailureCode.TIER_UNAVAILABLE),
+    (CorruptBlock, FailureCode.CORRUPT),
+    (ServerUnavailable, FailureCode.STOPPING),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Answer of a request that was refused or failed; the connection goes on."""
+
+    KIND: ClassVar[int] = 0x80FF
+    code: FailureCode
+    message: str
+
+    @classmethod
+    def of(cls, error: KVStoreError) -> "Failed":
+        """Return the answer that carries an error to the client."""
+        for kind, code in _FAILURES:
+            if isinstance(error, kind):
+                # A text with lone surrogates (from a path, say) could not be sent.
+                return cls(code, str(error)[:1024].encode(errors="replace").decode())
+        return cls(FailureCode.INTERNAL, type(error).__name__)
+
+    def to_error(self) -> KVStoreError:
+        """Return the error it carries; an internal one is the server's, so the store counts as away."""
+        for kind, code in _FAILURES:
+            if code is self.code:
+                return kind(self.message)
+        return ServerUnavailable(f"server: the request failed there: {self.message}")
+
+    def to_wire(self) -> Values:
+        """Return code and text."""
+        return (self.code.value, self.message)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked answer."""
+        count_fields(values, 2, "failed")
+        try:
+            code = FailureCode(text(values[0], "a failure code", limit=32))
+        except ValueError as error:
+            raise ProtocolMismatch("message: unknown failure code") from error
+        return cls(code, text(values[1], "a failure text"))

@@ -1,0 +1,191 @@
+"""Fields of the protocol's messages: what each may hold, checked one by one.
+
+Whatever does not fit exactly is a ProtocolMismatch, never a guess.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar, NamedTuple, Self, TypeAlias, cast
+
+import numpy as np
+
+from kvstore.errors import InvalidLayout, InvalidRequest, ProtocolMismatch
+from kvstore.keys import KEY_BYTES, BlockKey, NamespaceDigest, PrefixChain
+from kvstore.layout import Part
+from kvstore.results import MissReason
+from kvstore.wire import MAX_KEYS, WireValue
+
+U32 = (1 << 32) - 1
+U64 = (1 << 64) - 1
+MAX_TIMEOUT_US = 3600 * 1_000_000
+_MAX_REPORT_BYTES = 1 << 19
+_MAX_TIER_NAMES = 16
+Values: TypeAlias = tuple[WireValue, ...]
+
+
+def integer(value: WireValue, low: int, high: int, what: str) -> int:
+    """Return an integer within its bounds. Raises ProtocolMismatch for anything else."""
+    # bool is an int in Python but not on the wire.
+    if type(value) is not int or not low <= value <= high:
+        raise ProtocolMismatch(f"message: {what} is not an integer in {low}..{high}")
+    return value
+
+
+def byte_string(
+    value: WireValue, what: str, *, low: int = 0, high: int = _MAX_REPORT_BYTES, step: int = 1
+) -> bytes:
+    """Return ``low`` to ``high`` bytes, a multiple of ``step``. Raises ProtocolMismatch for anything else."""
+    if not isinstance(value, bytes) or not low <= len(value) <= high or len(value) % step:
+        raise ProtocolMismatch(f"message: {what} is not a byte string of {low} to {high} bytes")
+    return value
+
+
+def text(value: WireValue, what: str, *, limit: int = 1024) -> str:
+    """Return a text of at most ``limit`` characters. Raises ProtocolMismatch for anything else."""
+    if not isinstance(value, str) or len(value) > limit:
+        raise ProtocolMismatch(f"message: {what} is not a text of at most {limit} characters")
+    return value
+
+
+def count_fields(values: Values, count: int, what: str) -> None:
+    """Raise ProtocolMismatch unless there are exactly ``count`` values."""
+    if len(values) != count:
+        raise ProtocolMismatch(f"message: {what} has {len(values)} fields, expected {count}")
+
+
+def miss_reason_or_none(value: WireValue) -> MissReason | None:
+    """Return the miss reason a text names, None for nil. Raises ProtocolMismatch for an unknown one."""
+    if value is None:
+        return None
+    try:
+        return MissReason(text(value, "a miss reason", limit=32))
+    except ValueError as error:
+        raise ProtocolMismatch(f"message: unknown miss reason {value!r}") from error
+
+
+def _digest(value: WireValue, what: str) -> bytes:
+    return byte_string(value, what, low=KEY_BYTES, high=KEY_BYTES)
+
+
+def _split_keys(blob: bytes) -> list[BlockKey]:
+    # Five times faster than slicing: measured, 6250 keys in 91 us, 2 cores. A void item becomes bytes.
+    return cast("list[BlockKey]", np.frombuffer(blob, np.dtype((np.void, KEY_BYTES))).tolist())
+
+
+class TierNames(NamedTuple):
+    """The tier of each of many blocks: the different names, and one index byte per block."""
+
+    names: tuple[str, ...]
+    indices: bytes
+
+    @classmethod
+    def of(cls, tiers: Sequence[str]) -> "TierNames":
+        """Return the compact form of one name per block."""
+        if tiers and tiers.count(tiers[0]) == len(tiers):
+            return cls((tiers[0],), bytes(len(tiers)))
+        names = tuple(dict.fromkeys(tiers))
+        index = {name: position for position, name in enumerate(names)}
+        return cls(names, bytes([index[name] for name in tiers]))
+
+    @classmethod
+    def from_wire(cls, names: WireValue, indices: WireValue, count: int) -> "TierNames":
+        """Return checked names of exactly ``count`` blocks."""
+        if not isinstance(names, tuple) or len(names) > _MAX_TIER_NAMES:
+            raise ProtocolMismatch("message: tier names are not a short array")
+        checked = tuple(text(name, "a tier name", limit=64) for name in names)
+        blob = byte_string(indices, "tier indices", low=count, high=count)
+        if blob.translate(None, bytes(range(len(checked)))):
+            raise ProtocolMismatch("message: a tier index has no name")
+        return cls(checked, blob)
+
+    def expand(self) -> tuple[str, ...]:
+        """Return one name per block."""
+        names = self.names
+        if len(names) == 1:
+            return names * len(self.indices)
+        return tuple([names[index] for index in self.indices])
+
+
+@dataclass(frozen=True, slots=True)
+class ChainRef:
+    """The blocks a request is about: a chain, and the part of each block (None: the whole)."""
+
+    chain: PrefixChain
+    part: Part | None = None
+
+    FIELDS: ClassVar[int] = 6
+
+    def to_wire(self) -> Values:
+        """Return the positional values; the keys are one byte string."""
+        chain = self.chain
+        if len(chain.keys) > MAX_KEYS:
+            raise InvalidRequest(f"request: {len(chain.keys)} keys, limit {MAX_KEYS}: split the chain")
+        part = b"" if self.part is None else self.part.pack()
+        return (chain.namespace, chain.block_tokens, chain.start, chain.parent, b"".join(chain.keys), part)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked chain."""
+        namespace, block_tokens, start, parent, blob, part = values
+        keys = byte_string(blob, "keys", high=MAX_KEYS * KEY_BYTES, step=KEY_BYTES)
+        packed = byte_string(part, "part", high=8)
+        try:
+            chain = PrefixChain(
+                NamespaceDigest(_digest(namespace, "namespace")),
+                tuple(_split_keys(keys)),
+                integer(block_tokens, 1, 0xFFFF, "block_tokens"),
+                integer(start, 0, U32, "start"),
+                None
+                if parent is None
+                else BlockKey(byte_string(parent, "parent", low=KEY_BYTES, high=KEY_BYTES)),
+            )
+            return cls(chain, Part.unpack(packed) if packed else None)
+        except (InvalidRequest, InvalidLayout) as error:
+            raise ProtocolMismatch(f"message: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyMessage:
+    """A message without fields."""
+
+    def to_wire(self) -> Values:
+        """Return no values."""
+        return ()
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Check that there are no values."""
+        count_fields(values, 0, cls.__name__)
+        return cls()
+
+
+@dataclass(frozen=True, slots=True)
+class ChainRequest:
+    """A request about a chain, within ``timeout_us`` microseconds."""
+
+    about: ChainRef
+    timeout_us: int
+
+    def to_wire(self) -> Values:
+        """Return the chain's values and the time."""
+        return (*self.about.to_wire(), self.timeout_us)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked request."""
+        count_fields(values, ChainRef.FIELDS + 1, cls.__name__)
+        return cls(ChainRef.from_wire(values[:-1]), integer(values[-1], 0, MAX_TIMEOUT_US, "timeout"))
+
+
+def timeout_us(timeout_s: float) -> int:
+    """Return seconds as the microseconds a request carries, within its limits."""
+    return max(0, min(MAX_TIMEOUT_US, int(timeout_s * 1e6)))
+
+
+def check_positions(positions: Sequence[int], limit: int) -> None:
+    """Raise ProtocolMismatch unless positions grow and stay below ``limit``."""
+    if any(first >= second for first, second in pairwise(positions)):
+        raise ProtocolMismatch("message: slot positions do not grow")
+    if positions and positions[-1] >= limit:
+        raise ProtocolMismatch(f"message: slot position {positions[-1]} is outside the chain")

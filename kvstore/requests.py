@@ -1,0 +1,258 @@
+"""Requests of the protocol: what a client may ask of a server or tell it."""
+
+import struct
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Self
+
+from kvstore.errors import InvalidLayout, ProtocolMismatch
+from kvstore.keys import KEY_BYTES, NamespaceDigest
+from kvstore.layout import MAX_BLOCK_BYTES, KVLayout
+from kvstore.message_fields import (
+    MAX_TIMEOUT_US,
+    U32,
+    U64,
+    ChainRef,
+    ChainRequest,
+    EmptyMessage,
+    Values,
+    byte_string,
+    check_positions,
+    count_fields,
+    integer,
+    text,
+)
+from kvstore.wire import MAX_KEYS
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First frame of a client: who it is."""
+
+    KIND: ClassVar[int] = 1
+    pid: int
+
+    def to_wire(self) -> Values:
+        """Return the pid."""
+        return (self.pid,)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked greeting."""
+        count_fields(values, 1, "hello")
+        return cls(integer(values[0], 0, U32, "pid"))
+
+
+@dataclass(frozen=True, slots=True)
+class OpenNamespace:
+    """Make a namespace usable on this connection."""
+
+    KIND: ClassVar[int] = 2
+    digest: NamespaceDigest
+    layout: KVLayout
+
+    def to_wire(self) -> Values:
+        """Return the digest and the layout's fields."""
+        at = self.layout
+        return (
+            self.digest,
+            at.dtype,
+            at.num_layers,
+            at.block_tokens,
+            at.num_kv_heads,
+            at.head_dim,
+            at.kv_planes,
+            at.order,
+        )
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked namespace; a layout that cannot exist breaks the protocol."""
+        count_fields(values, 8, "open_namespace")
+        digest, dtype, layers, tokens, heads, dim, planes, order = values
+        try:
+            layout = KVLayout(
+                dtype=text(dtype, "dtype", limit=32),
+                num_layers=integer(layers, 1, 0xFFFF, "num_layers"),
+                block_tokens=integer(tokens, 1, 0xFFFF, "block_tokens"),
+                num_kv_heads=integer(heads, 1, 0xFFFF, "num_kv_heads"),
+                head_dim=integer(dim, 1, MAX_BLOCK_BYTES, "head_dim"),
+                kv_planes=integer(planes, 1, 0xFFFF, "kv_planes"),
+                order=text(order, "order", limit=64),
+            )
+        except InvalidLayout as error:
+            raise ProtocolMismatch(f"message: {error}") from error
+        return cls(NamespaceDigest(byte_string(digest, "namespace", low=KEY_BYTES, high=KEY_BYTES)), layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Match(ChainRequest):
+    """How many leading blocks are stored?"""
+
+    KIND: ClassVar[int] = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch(ChainRequest):
+    """Make the longest stored prefix ready in arena slots and lease it."""
+
+    KIND: ClassVar[int] = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """End a lease. Not answered. ``corrupt``: position of the first block whose bytes were wrong."""
+
+    KIND: ClassVar[int] = 5
+    lease: int
+    corrupt: ChainRef | None = None
+
+    def to_wire(self) -> Values:
+        """Return the lease and, if there was one, the corrupt block."""
+        return (self.lease, None if self.corrupt is None else self.corrupt.to_wire())
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked message."""
+        count_fields(values, 2, "release")
+        lease, corrupt = integer(values[0], 0, U64, "lease"), values[1]
+        if corrupt is None:
+            return cls(lease)
+        if not isinstance(corrupt, tuple) or len(corrupt) != ChainRef.FIELDS:
+            raise ProtocolMismatch("message: a corrupt block is not named by a chain")
+        return cls(lease, ChainRef.from_wire(corrupt))
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve(ChainRequest):
+    """Lend arena slots for the blocks that are not stored."""
+
+    KIND: ClassVar[int] = 6
+
+
+class WrittenSlot(NamedTuple):
+    """A reserved slot after writing: position in the chain, where it is, and its bytes' xxh3-64."""
+
+    position: int
+    offset: int
+    generation: int
+    checksum: int
+
+
+_WRITTEN = struct.Struct("<IQQQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Publish written slots as blocks of the chain, and give them back."""
+
+    KIND: ClassVar[int] = 7
+    about: ChainRef
+    slots: tuple[WrittenSlot, ...]
+
+    def to_wire(self) -> Values:
+        """Return the chain's values and one record per slot."""
+        return (*self.about.to_wire(), b"".join([_WRITTEN.pack(*slot) for slot in self.slots]))
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked request; positions grow and lie in the chain."""
+        count_fields(values, ChainRef.FIELDS + 1, "commit")
+        about = ChainRef.from_wire(values[:-1])
+        size = _WRITTEN.size
+        blob = byte_string(values[-1], "slots", high=len(about.chain) * size, step=size)
+        slots = tuple([WrittenSlot(*fields) for fields in _WRITTEN.iter_unpack(blob)])
+        check_positions([slot.position for slot in slots], len(about.chain))
+        return cls(about, slots)
+
+
+class UnusedSlot(NamedTuple):
+    """A reserved slot that was not written: where it is, in which generation it was lent."""
+
+    offset: int
+    generation: int
+
+
+_UNUSED = struct.Struct("<QQ")
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnSlots:
+    """Give reserved slots back unwritten. Not answered."""
+
+    KIND: ClassVar[int] = 8
+    slots: tuple[UnusedSlot, ...]
+
+    def to_wire(self) -> Values:
+        """Return one record per slot."""
+        return (b"".join([_UNUSED.pack(*slot) for slot in self.slots]),)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked message."""
+        count_fields(values, 1, "return_slots")
+        blob = byte_string(values[0], "slots", high=MAX_KEYS * _UNUSED.size, step=_UNUSED.size)
+        return cls(tuple([UnusedSlot(*fields) for fields in _UNUSED.iter_unpack(blob)]))
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch(ChainRequest):
+    """Load stored leading blocks into the top tier, without a lease."""
+
+    KIND: ClassVar[int] = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Drop(ChainRequest):
+    """Forget every copy of these blocks that is not leased."""
+
+    KIND: ClassVar[int] = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Stats(EmptyMessage):
+    """Ask for counters and occupancy."""
+
+    KIND: ClassVar[int] = 11
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Verify the store's invariants and a sample of checksums."""
+
+    KIND: ClassVar[int] = 12
+    sample_blocks: int
+
+    def to_wire(self) -> Values:
+        """Return the sample's size."""
+        return (self.sample_blocks,)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked request."""
+        count_fields(values, 1, "check")
+        return cls(integer(values[0], 0, 1_000_000, "sample_blocks"))
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """Wait until what was put has been written through."""
+
+    KIND: ClassVar[int] = 13
+    timeout_us: int
+
+    def to_wire(self) -> Values:
+        """Return the time."""
+        return (self.timeout_us,)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked request."""
+        count_fields(values, 1, "flush")
+        return cls(integer(values[0], 0, MAX_TIMEOUT_US, "timeout"))
+
+
+@dataclass(frozen=True, slots=True)
+class Ping(EmptyMessage):
+    """Is anybody there?"""
+
+    KIND: ClassVar[int] = 14
