@@ -7,7 +7,8 @@ from kvstore.client_state import ClientStats, Timeouts
 from kvstore.errors import KVStoreError
 from kvstore.keys import BlockKey, Namespace, PrefixChain
 from kvstore.layout import KVLayout, Part
-from kvstore.results import MissReason, PrefixMatch, PutResult
+from kvstore.miss import MissReason
+from kvstore.results import PrefixMatch, PutResult
 
 __version__ = "0.1.0"
 

@@ -29,7 +29,7 @@ from kvstore.message_fields import (
     miss_reason_or_none,
     text,
 )
-from kvstore.results import MissReason
+from kvstore.miss import MissReason
 from kvstore.wire import MAX_KEYS
 
 INSTANCE_BYTES = 16

@@ -20,7 +20,7 @@ from kvstore.calls import Ask, FetchResult, FetchTally, Plan, PutTally, Session,
 from kvstore.client_state import AWAY, ClientState, ClientStats, Timeouts
 from kvstore.errors import InvalidRequest, ProtocolMismatch, ServerUnavailable
 from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
-from kvstore.layout import KVLayout, Part
+from kvstore.layout import Part
 from kvstore.messages import Answer, Failed, OpenNamespace
 from kvstore.results import PrefixMatch, PutResult
 from kvstore.server_address import parse_address
@@ -159,14 +159,6 @@ class AsyncKVStore:
             InvalidRequest: its digest is open with another layout.
         """
         self._state.open_namespace(namespace)
-
-    def open_layout(self, digest: NamespaceDigest, layout: KVLayout) -> None:
-        """Make a namespace usable of which only digest and layout are known.
-
-        Raises:
-            InvalidRequest: the digest is open with another layout.
-        """
-        self._state.open_layout(digest, layout)
 
     async def match(
         self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
@@ -363,7 +355,7 @@ class AsyncKVStore:
         try:
             link = await self._open_link(deadline_s, is_control=is_control)
             if namespace is not None and namespace not in link.opened:
-                await _open_namespace(link, namespace, self._state.layout(namespace), deadline_s)
+                await _open_namespace(link, self._state.namespace(namespace), deadline_s)
             session = _CallSession(link, self._state, self._copiers, deadline_s)
             return await _follow(make_plan(session), session)
         except ProtocolMismatch:
@@ -404,13 +396,11 @@ class AsyncKVStore:
         return link
 
 
-async def _open_namespace(
-    link: AsyncLink, digest: NamespaceDigest, layout: KVLayout, deadline_s: float
-) -> None:
-    answer = await link.ask(OpenNamespace(digest, layout), deadline_s)
+async def _open_namespace(link: AsyncLink, namespace: Namespace, deadline_s: float) -> None:
+    answer = await link.ask(OpenNamespace(namespace), deadline_s)
     if isinstance(answer, Failed):
         raise answer.to_error()
-    link.opened.add(digest)
+    link.opened.add(namespace.digest)
 
 
 async def _follow(plan: Plan[T], session: _CallSession) -> T:

@@ -54,7 +54,8 @@ from kvstore.messages import (
     WrittenSlot,
     timeout_us,
 )
-from kvstore.results import MissReason, PrefixMatch, PutResult
+from kvstore.miss import MissReason
+from kvstore.results import PrefixMatch, PutResult
 from kvstore.transfer import Bytes, ReadEnd, SlotReader, read_slots, write_slots
 from kvstore.wire import MAX_KEYS
 

@@ -16,7 +16,7 @@ from kvstore.calls import Ask, FetchResult, FetchTally, Plan, PutTally, Session,
 from kvstore.client_state import AWAY, ClientState, ClientStats, Timeouts
 from kvstore.errors import InvalidRequest, ProtocolMismatch, ServerUnavailable
 from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
-from kvstore.layout import KVLayout, Part
+from kvstore.layout import Part
 from kvstore.link import Dial, Link, unix_dial
 from kvstore.messages import Answer, Failed, OpenNamespace
 from kvstore.results import PrefixMatch, PutResult
@@ -413,7 +413,7 @@ class KVStore:
             with self._live_pool().lend(deadline_s, is_control=is_control) as link:
                 session = _CallSession(link, self._state, deadline_s)
                 if namespace is not None and namespace not in link.opened:
-                    _open_namespace(link, namespace, self._state.layout(namespace), deadline_s)
+                    _open_namespace(link, self._state.namespace(namespace), deadline_s)
                 return _follow(make_plan(session), session)
         except ProtocolMismatch:
             self._state.note_protocol_error()
@@ -428,11 +428,11 @@ class KVStore:
         return self._pool
 
 
-def _open_namespace(link: Link, digest: NamespaceDigest, layout: KVLayout, deadline_s: float) -> None:
-    answer = link.ask(OpenNamespace(digest, layout), deadline_s)
+def _open_namespace(link: Link, namespace: Namespace, deadline_s: float) -> None:
+    answer = link.ask(OpenNamespace(namespace), deadline_s)
     if isinstance(answer, Failed):
         raise answer.to_error()
-    link.opened.add(digest)
+    link.opened.add(namespace.digest)
 
 
 def _follow(plan: Plan[T], session: _CallSession) -> T:

@@ -17,8 +17,8 @@ from kvstore.errors import (
     TierUnavailable,
 )
 from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
-from kvstore.layout import KVLayout, Part
-from kvstore.results import MissReason
+from kvstore.layout import Part
+from kvstore.miss import MissReason
 
 AWAY = (ServerUnavailable, ProtocolMismatch, TierFull, TierUnavailable, CorruptBlock)
 """Failures that are results on the data path."""
@@ -70,7 +70,7 @@ class ClientState:
         self.timeouts = timeouts
         self.clock = clock
         self._lock = threading.Lock()
-        self._layouts: dict[NamespaceDigest, KVLayout] = {}
+        self._namespaces: dict[NamespaceDigest, Namespace] = {}
         self._stats = ClientStats()
         self._instance: bytes | None = None
         self._pause_s = 0.0
@@ -78,27 +78,17 @@ class ClientState:
 
     def open_namespace(self, namespace: Namespace) -> None:
         """Make a namespace's chains usable in this client."""
-        self.open_layout(namespace.digest, namespace.layout)
-
-    def open_layout(self, digest: NamespaceDigest, layout: KVLayout) -> None:
-        """Make a namespace usable of which only digest and layout are known.
-
-        Raises:
-            InvalidRequest: the digest is open with another layout.
-        """
         with self._lock:
-            known = self._layouts.setdefault(digest, layout)
-        if known != layout:
-            raise InvalidRequest(f"namespace {digest.hex()[:12]}: already open with another layout")
+            self._namespaces[namespace.digest] = namespace
 
-    def layout(self, digest: NamespaceDigest) -> KVLayout:
-        """Return the layout of an open namespace. Raises InvalidRequest if it is not open."""
-        layout = self._layouts.get(digest)
-        if layout is None:
+    def namespace(self, digest: NamespaceDigest) -> Namespace:
+        """Return an open namespace. Raises InvalidRequest if it is not open."""
+        namespace = self._namespaces.get(digest)
+        if namespace is None:
             raise InvalidRequest(
                 f"namespace {digest.hex()[:12]}: not open in this client: call open_namespace"
             )
-        return layout
+        return namespace
 
     def length_bytes(self, chain: PrefixChain, part: Part | None) -> int:
         """Return the bytes of each block of a chain, or of that part of it.
@@ -107,7 +97,7 @@ class ClientState:
             InvalidRequest: the namespace is not open, or its blocks have another number of tokens.
             InvalidLayout: the part is not within the layout.
         """
-        layout = self.layout(chain.namespace)
+        layout = self.namespace(chain.namespace).layout
         if chain.block_tokens != layout.block_tokens:
             raise InvalidRequest(
                 f"chain: blocks of {chain.block_tokens} tokens, the namespace has {layout.block_tokens}"

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvstore.results import MissReason
+from kvstore.miss import MissReason
 
 
 @dataclass(slots=True)
@@ -86,6 +86,6 @@ class Counters:
             "evictions_blocks": dict(self.evictions),
             "write_drops_blocks": dict(self.write_drops),
             "corrupt_blocks": dict(self.corrupt),
-            "leases": dict(self.leases),
+            "lease_events": dict(self.leases),
             "transfers": {f"{a}->{b}": t.as_dict() for (a, b), t in self.transfers.items()},
         }

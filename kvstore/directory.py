@@ -12,13 +12,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.errors import InvalidRequest
-from kvstore.keys import BlockKey, NamespaceDigest
-from kvstore.layout import KVLayout, Part
-from kvstore.results import MissReason
-from kvstore.tier import BlockHeader, BlockId, ReadOutcome, Slot, StorageKey
+from kvstore.keys import BlockKey, Namespace, NamespaceDigest
+from kvstore.layout import Part
+from kvstore.miss import MissReason
+from kvstore.tier import BlockHeader, BlockId, ReadOutcome, ReadRequest, Slot, StorageKey
 
 GONE_RECORDS = 65_536
 """How many blocks that are gone are remembered with the reason; the oldest are forgotten first."""
+
+MAX_NAMESPACES = 4096
+"""How many open namespaces are remembered before empty ones are forgotten."""
 
 
 class CopyState(enum.Enum):
@@ -77,6 +80,11 @@ class BlockEntry:
         """Its payload bytes."""
         return self.shelf.length_bytes
 
+    def read_request(self, buffer: memoryview) -> ReadRequest:
+        """A request to read a copy of it into a buffer."""
+        shelf = self.shelf
+        return ReadRequest(self.block, shelf.layout, shelf.length_bytes, buffer, self.parent, self.depth)
+
     def is_ready(self, tier: str) -> bool:
         """Whether the tier has a READY copy."""
         copy = self.copies.get(tier)
@@ -130,21 +138,21 @@ class Directory:
     def __init__(self, certain_tiers: Sequence[str]) -> None:
         self._certain_tiers = tuple(certain_tiers)
         self._shelves: dict[tuple[NamespaceDigest, Part], Shelf] = {}
-        self._layouts: dict[NamespaceDigest, KVLayout] = {}
+        self._namespaces: OrderedDict[NamespaceDigest, Namespace] = OrderedDict()
         self._by_name: dict[StorageKey, BlockEntry] = {}
         self._gone: OrderedDict[StorageKey, MissReason] = OrderedDict()
 
-    def open_namespace(self, digest: NamespaceDigest, layout: KVLayout) -> None:
-        """Make a namespace known.
+    def open_namespace(self, namespace: Namespace) -> NamespaceDigest:
+        """Make a namespace known and return its digest.
 
-        Raises:
-            InvalidRequest: it is known with another layout.
+        Beyond MAX_NAMESPACES the one that was opened longest ago and has no blocks is forgotten.
         """
-        known = self._layouts.setdefault(digest, layout)
-        if known != layout:
-            raise InvalidRequest(
-                f"namespace {digest.hex()[:12]}: opened with layout {layout}, but it is open with {known}"
-            )
+        digest = namespace.digest
+        self._namespaces[digest] = namespace
+        self._namespaces.move_to_end(digest)
+        if len(self._namespaces) > MAX_NAMESPACES:
+            self._forget_empty_namespace()
+        return digest
 
     def shelf(self, namespace: NamespaceDigest, part: Part | None) -> Shelf:
         """Return the shelf of a part (None: the whole block) of an open namespace.
@@ -153,9 +161,10 @@ class Directory:
             InvalidRequest: the namespace was not opened.
             InvalidLayout: the part does not fit the namespace's layout.
         """
-        layout = self._layouts.get(namespace)
-        if layout is None:
+        known = self._namespaces.get(namespace)
+        if known is None:
             raise InvalidRequest(f"namespace {namespace.hex()[:12]} is not open: call open_namespace first")
+        layout = known.layout
         part = part or layout.whole
         shelf = self._shelves.get((namespace, part))
         if shelf is None:
@@ -236,6 +245,14 @@ class Directory:
         entry = BlockEntry(shelf, key, shelf.name(key), parent, depth)
         shelf.entries[key] = self._by_name[entry.name] = entry
         return entry
+
+    def _forget_empty_namespace(self) -> None:
+        in_use = {namespace for (namespace, _), shelf in self._shelves.items() if shelf.entries}
+        digest = next((digest for digest in self._namespaces if digest not in in_use), None)
+        if digest is not None:
+            del self._namespaces[digest]
+            for about in [about for about in self._shelves if about[0] == digest]:
+                del self._shelves[about]
 
     def _update_fastest(self, entry: BlockEntry) -> None:
         entry.fastest = next((tier for tier in self._certain_tiers if entry.is_ready(tier)), None)

@@ -1,15 +1,15 @@
 """The consistency check of a manager: every invariant, and a sample of payload checksums."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from kvstore.checksum import checksum
 from kvstore.directory import BlockEntry, Copy, CopyState
-from kvstore.results import MissReason
+from kvstore.miss import MissReason
 from kvstore.state import State
-from kvstore.tier import ALIGNMENT_BYTES, Medium, ReadRequest, ReadStatus, Tier
+from kvstore.tier import ALIGNMENT_BYTES, Medium, ReadStatus, Tier
 
 _READ_TIMEOUT_S = 5.0
 
@@ -21,7 +21,8 @@ async def check_manager(state: State, *, sample_blocks: int) -> list[str]:
     ``sample_blocks`` blocks of each certain tier; a damaged one is dropped and reported.
     """
     problems = [*_slots_balance(state), *_copies_are_sound(state), *_counters_balance(state)]
-    problems += await _check_top_sample(state, sample_blocks)
+    sample = [entry for entry, _ in _top_copies(state)]
+    problems += await check_top_copies(state, sample[:sample_blocks])
     for tier in state.lower:
         if not tier.is_shared:
             problems += await _check_lower_sample(state, tier, sample_blocks)
@@ -67,16 +68,12 @@ def _top_copies(state: State) -> list[tuple[BlockEntry, Copy]]:
     return [(entry, entry.copies[top]) for entry in state.directory.entries() if top in entry.copies]
 
 
-async def _check_top_sample(state: State, sample_blocks: int) -> list[str]:
-    sample = [
-        entry
-        for entry, copy in _top_copies(state)
-        if copy.state is CopyState.READY and copy.checksum is not None
-    ][:sample_blocks]
+async def check_top_copies(state: State, entries: Sequence[BlockEntry]) -> list[str]:
+    """Compare READY copies in the top tier with their checksums; damaged ones are dropped and reported."""
     problems: list[str] = []
-    for entry in sample:
+    for entry in entries:
         copy = entry.copies.get(state.top.name)
-        if copy is None or copy.slot is None or copy.state is not CopyState.READY:
+        if copy is None or copy.slot is None or copy.checksum is None or copy.state is not CopyState.READY:
             continue
         length = entry.length_bytes
         with state.holding() as held:
@@ -98,8 +95,9 @@ async def _check_lower_sample(state: State, tier: Tier, sample_blocks: int) -> l
         buffer = _aligned_buffer(entry.length_bytes)
         with state.holding() as held:
             state.hold(entry, held)
-            request = ReadRequest(entry.block, entry.shelf.layout, entry.length_bytes, buffer)
-            (outcome,) = await tier.read([request], deadline_s=state.clock() + _READ_TIMEOUT_S)
+            (outcome,) = await tier.read(
+                [entry.read_request(buffer)], deadline_s=state.clock() + _READ_TIMEOUT_S
+            )
             if outcome.status in _BAD and entry.is_ready(tier.name):
                 problems.append(_corrupt(state, tier.name, entry, outcome.status.value))
                 state.forget_copy(entry, tier.name, MissReason.CORRUPT)

@@ -43,7 +43,8 @@ class Namespace:
     everything stored under the model must be forgotten.
 
     Raises:
-        InvalidLayout: a field has the wrong type, is longer than 4096 bytes, or ``epoch`` is negative.
+        InvalidLayout: a field has the wrong type, is no valid text, is longer than 4096 bytes, or ``epoch``
+            is negative.
     """
 
     model: str
@@ -58,7 +59,7 @@ class Namespace:
     def __post_init__(self) -> None:
         for name in ("model", "weights", "tokenizer", "adapter", "rope"):
             value = getattr(self, name)
-            if not isinstance(value, str) or len(value.encode("utf-8", "surrogatepass")) > _FIELD_MAX_BYTES:
+            if not isinstance(value, str) or not _fits(value):
                 raise InvalidLayout(f"namespace: {name} must be text of at most {_FIELD_MAX_BYTES} bytes")
         if not isinstance(self.tenant_salt, bytes) or len(self.tenant_salt) > _FIELD_MAX_BYTES:
             raise InvalidLayout(f"namespace: tenant_salt must be at most {_FIELD_MAX_BYTES} bytes")
@@ -173,11 +174,18 @@ def token_bytes(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
     return array.astype("<u4", copy=False).tobytes()
 
 
+def _fits(text: str) -> bool:
+    try:
+        return len(text.encode()) <= _FIELD_MAX_BYTES
+    except UnicodeEncodeError:
+        return False
+
+
 def _encode_field(value: object) -> tuple[bytes, bytes]:
     if isinstance(value, KVLayout):
         return b"l", value.fingerprint
     if isinstance(value, str):
-        return b"s", value.encode("utf-8", "surrogatepass")
+        return b"s", value.encode()
     if isinstance(value, bytes):
         return b"b", value
     if isinstance(value, int):

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from kvstore.directory import BlockEntry, Copy, CopyState, Shelf
 from kvstore.keys import BlockKey, PrefixChain
-from kvstore.results import MissReason
+from kvstore.miss import MissReason
 from kvstore.space import Space
 from kvstore.state import State
-from kvstore.tier import BlockId, ReadOutcome, ReadRequest, ReadStatus, Slot, Tier
+from kvstore.tier import BlockId, Probe, ReadOutcome, ReadStatus, Slot, Tier
 
 WriteThrough = Callable[..., None]
 """`Mover.write_through`."""
@@ -75,32 +75,25 @@ class Loader:
         for tier in state.lower:
             if not tier.is_shared or not unknown:
                 continue
-            names = await self._ask(tier, [shelf.block(key) for key in unknown], deadline_s)
-            if names is None:
-                trouble = MissReason.TIMED_OUT
-                continue
-            found |= {key: (tier, name) for key, name in zip(unknown, names, strict=True) if name}
-            if not all(names) and not tier.health().is_up:
-                trouble = MissReason.UNAVAILABLE
-            elif not all(names) and state.clock() >= deadline_s:
-                trouble = MissReason.TIMED_OUT
+            probe = await self._ask(tier, [shelf.block(key) for key in unknown], deadline_s)
+            found |= {key: (tier, name) for key, name in zip(unknown, probe.tiers, strict=True) if name}
+            trouble = probe.reason or trouble
             unknown = [key for key in unknown if key not in found]
         return found, trouble
 
-    async def _ask(
-        self, tier: Tier, blocks: Sequence[BlockId], deadline_s: float
-    ) -> Sequence[str | None] | None:
+    async def _ask(self, tier: Tier, blocks: Sequence[BlockId], deadline_s: float) -> Probe:
         """Probe one tier, but wait no longer than until the deadline, whatever the tier does."""
+        nothing: list[str | None] = [None] * len(blocks)
         probe = asyncio.create_task(tier.probe(blocks, deadline_s=deadline_s))
         try:
             await asyncio.wait([probe], timeout=max(0.0, deadline_s - self._state.clock()))
         finally:
             probe.cancel()
         if not probe.done() or probe.cancelled():
-            return None
+            return Probe(nothing, MissReason.TIMED_OUT)
         if probe.exception() is not None:
             logger.error("%s: a probe failed", tier.name, exc_info=probe.exception())
-            return [None] * len(blocks)
+            return Probe(nothing, MissReason.UNAVAILABLE)
         return probe.result()
 
     def locate(
@@ -146,7 +139,7 @@ class Loader:
                 continue
             if load is None:
                 return index, MissReason.NO_ROOM
-            return index, MISS_REASONS[load.result().status] if load.done() else MissReason.TIMED_OUT
+            return index, _miss_reason(load.result()) if load.done() else MissReason.TIMED_OUT
         return len(located), None
 
     def _needs_load(self, entry: BlockEntry) -> bool:
@@ -185,8 +178,7 @@ class Loader:
         try:
             async with state.top.writing([slot for _, slot in batch], shelf.length_bytes) as buffers:
                 requests = [
-                    ReadRequest(item.entry.block, shelf.layout, shelf.length_bytes, buffer)
-                    for (item, _), buffer in zip(batch, buffers, strict=True)
+                    item.entry.read_request(buffer) for (item, _), buffer in zip(batch, buffers, strict=True)
                 ]
                 outcomes = await source.read(requests, deadline_s=deadline_s)
         except Exception:
@@ -237,6 +229,11 @@ class Loader:
         if status in (ReadStatus.CORRUPT, ReadStatus.MISMATCH):
             state.counters.corrupt[source.name] += 1
             logger.warning("%s: a stored block is %s: not served", source.name, status.value)
+
+
+def _miss_reason(outcome: ReadOutcome) -> MissReason:
+    # An entry that was READY and left again before its reader looked was evicted.
+    return outcome.reason or MISS_REASONS.get(outcome.status, MissReason.EVICTED)
 
 
 def _is_certain(entry: BlockEntry | None) -> bool:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 
 from kvstore.directory import BlockEntry, Copy, CopyState, Directory, Shelf
 from kvstore.errors import InvalidRequest, TierFull
-from kvstore.inspection import check_manager
-from kvstore.keys import BlockKey, NamespaceDigest, PrefixChain
-from kvstore.layout import KVLayout, Part
+from kvstore.inspection import check_manager, check_top_copies
+from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
+from kvstore.layout import Part
 from kvstore.loading import Loader
+from kvstore.miss import MissReason
 from kvstore.mover import Mover
 from kvstore.policy import EvictionPolicy, LruPolicy
-from kvstore.results import Fetched, FetchedBlock, LeaseId, MissReason, Owner, PrefixMatch, ReservedSlot
+from kvstore.results import Fetched, FetchedBlock, LeaseId, Owner, PrefixMatch, Reserved, ReservedSlot
 from kvstore.space import Space
 from kvstore.state import ManagerSettings, State
 from kvstore.tier import Slot, SlotTier, Tier
@@ -100,13 +101,11 @@ class BlockManager:
         for tier in reversed(self._state.all_tiers()):
             await tier.close()
 
-    def open_namespace(self, digest: NamespaceDigest, layout: KVLayout) -> None:
-        """Make a namespace known; needed before its chains are used. Idempotent.
-
-        Raises:
-            InvalidRequest: it is open with another layout.
-        """
-        self._state.directory.open_namespace(digest, layout)
+    def open_namespace(self, namespace: Namespace) -> NamespaceDigest:
+        """Make a namespace known; needed before its chains are used. Idempotent. Returns its digest."""
+        for tier in self._state.lower:
+            tier.open_namespace(namespace)
+        return self._state.directory.open_namespace(namespace)
 
     def new_owner(self) -> Owner:
         """Return a fresh owner: one per client connection, or per request of an engine."""
@@ -185,8 +184,8 @@ class BlockManager:
         owner: Owner,
         part: Part | None = None,
         timeout_s: float | None = None,
-    ) -> list[ReservedSlot]:
-        """Lend slots to write those blocks of ``chain`` into that are not stored; the others are left out.
+    ) -> Reserved:
+        """Lend slots to write those blocks of ``chain`` into that are not stored.
 
         As many as there is room for by the timeout, in chain order; the rest is counted as dropped.
 
@@ -196,21 +195,23 @@ class BlockManager:
         state = self._state
         shelf = state.directory.shelf(chain.namespace, part)
         missing = self._missing(shelf, chain)
-        state.counters.puts["present"] += len(chain) - len(missing)
+        present = len(chain) - len(missing)
+        state.counters.puts["present"] += present
         self._touch(shelf, chain, len(chain))
         if not missing:
-            return []
+            return Reserved((), present)
         deadline_s = self._deadline_s(timeout_s)
         await self._space.make_room_on_top(shelf.length_bytes, len(missing), deadline_s=deadline_s)
         if not state.leases.is_live(owner):
-            return []
+            return Reserved((), present)
         slots = state.take_slots(shelf.length_bytes, len(missing))
         state.counters.puts["dropped"] += len(missing) - len(slots)
         self._lend(owner, slots, shelf.length_bytes)
-        return [
+        lent = [
             ReservedSlot(index, slot, state.top.generation(slot))
             for index, slot in zip(missing, slots, strict=False)
         ]
+        return Reserved(tuple(lent), present)
 
     async def reserve_unnamed(
         self, count: int, length_bytes: int, *, owner: Owner, timeout_s: float | None = None
@@ -326,6 +327,18 @@ class BlockManager:
                 await tier.drop([shelf.block(key) for key in chain.keys if key not in leased])
         return len(dropped)
 
+    async def report_damage(self, chain: PrefixChain, *, part: Part | None = None) -> int:
+        """Look again at blocks whose bytes a reader found wrong; returns how many were found damaged.
+
+        Only what is damaged indeed is dropped: a reader with bad memory of its own costs nobody a block.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        shelf = self._state.directory.shelf(chain.namespace, part)
+        entries = [shelf.entries[key] for key in chain.keys if key in shelf.entries]
+        return len(await check_top_copies(self._state, entries))
+
     async def flush(self, *, timeout_s: float) -> bool:
         """Wait until everything queued for the lower tiers is written; False if time ran out."""
         return await self._mover.flush(timeout_s=timeout_s)
@@ -335,7 +348,7 @@ class BlockManager:
         state = self._state
         return {
             "tiers": {tier.name: self._occupancy(tier) for tier in state.all_tiers()},
-            "leases": state.leases.num_leases,
+            "live_leases": state.leases.num_leases,
             "owners": state.leases.num_owners,
             "loads": self._loader.num_loads,
             **state.counters.as_dict(),

@@ -13,7 +13,7 @@ import numpy as np
 from kvstore.errors import InvalidLayout, InvalidRequest, ProtocolMismatch
 from kvstore.keys import KEY_BYTES, BlockKey, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
-from kvstore.results import MissReason
+from kvstore.miss import MissReason
 from kvstore.wire import MAX_KEYS, WireValue
 
 U32 = (1 << 32) - 1

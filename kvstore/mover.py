@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from kvstore.checksum import checksum
 from kvstore.directory import BlockEntry, Copy, CopyState
-from kvstore.results import MissReason
+from kvstore.miss import MissReason
 from kvstore.space import Space
 from kvstore.state import State
 from kvstore.tier import BlockHeader, Slot, Tier, WriteRequest, WriteStatus

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Self
 
 from kvstore.errors import InvalidLayout, ProtocolMismatch
-from kvstore.keys import KEY_BYTES, NamespaceDigest
+from kvstore.keys import Namespace
 from kvstore.layout import MAX_BLOCK_BYTES, KVLayout
 from kvstore.message_fields import (
     MAX_TIMEOUT_US,
@@ -47,14 +47,19 @@ class OpenNamespace:
     """Make a namespace usable on this connection."""
 
     KIND: ClassVar[int] = 2
-    digest: NamespaceDigest
-    layout: KVLayout
+    namespace: Namespace
 
     def to_wire(self) -> Values:
-        """Return the digest and the layout's fields."""
-        at = self.layout
+        """Return the namespace's fields and then its layout's."""
+        space, at = self.namespace, self.namespace.layout
         return (
-            self.digest,
+            space.model,
+            space.weights,
+            space.tokenizer,
+            space.adapter,
+            space.rope,
+            space.tenant_salt,
+            space.epoch,
             at.dtype,
             at.num_layers,
             at.block_tokens,
@@ -66,9 +71,10 @@ class OpenNamespace:
 
     @classmethod
     def from_wire(cls, values: Values) -> Self:
-        """Return the checked namespace; a layout that cannot exist breaks the protocol."""
-        count_fields(values, 8, "open_namespace")
-        digest, dtype, layers, tokens, heads, dim, planes, order = values
+        """Return the checked namespace; one that cannot exist breaks the protocol."""
+        count_fields(values, 14, "open_namespace")
+        model, weights, tokenizer, adapter, rope, salt, epoch, *shape = values
+        dtype, layers, tokens, heads, dim, planes, order = shape
         try:
             layout = KVLayout(
                 dtype=text(dtype, "dtype", limit=32),
@@ -79,9 +85,19 @@ class OpenNamespace:
                 kv_planes=integer(planes, 1, 0xFFFF, "kv_planes"),
                 order=text(order, "order", limit=64),
             )
+            namespace = Namespace(
+                model=text(model, "model", limit=4096),
+                layout=layout,
+                weights=text(weights, "weights", limit=4096),
+                tokenizer=text(tokenizer, "tokenizer", limit=4096),
+                adapter=text(adapter, "adapter", limit=4096),
+                rope=text(rope, "rope", limit=4096),
+                tenant_salt=byte_string(salt, "tenant_salt", high=4096),
+                epoch=integer(epoch, 0, (1 << 63) - 1, "epoch"),
+            )
         except InvalidLayout as error:
             raise ProtocolMismatch(f"message: {error}") from error
-        return cls(NamespaceDigest(byte_string(digest, "namespace", low=KEY_BYTES, high=KEY_BYTES)), layout)
+        return cls(namespace)
 
 
 @dataclass(frozen=True, slots=True)

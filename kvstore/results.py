@@ -1,9 +1,9 @@
 """What lookups and puts return; a miss is a result and always has a reason."""
 
-import enum
 from dataclasses import dataclass
 from typing import NewType
 
+from kvstore.miss import MissReason
 from kvstore.tier import Slot
 
 LeaseId = NewType("LeaseId", int)
@@ -11,19 +11,6 @@ LeaseId = NewType("LeaseId", int)
 
 Owner = NewType("Owner", int)
 """Who holds leases and reserved slots: one client connection, or one request of an engine."""
-
-
-class MissReason(enum.Enum):
-    """Why a block was not served. A closed set: metric labels and ``why`` use these words."""
-
-    NEVER_SEEN = "never_seen"
-    EVICTED = "evicted"
-    DROPPED = "dropped"
-    CORRUPT = "corrupt"
-    TIMED_OUT = "timed_out"
-    UNAVAILABLE = "unavailable"
-    NO_ROOM = "no_room"
-    BEHIND_MISS = "behind_miss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +57,14 @@ class ReservedSlot:
     index: int
     slot: Slot
     generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Slots for the blocks that are not stored, as far as there was room; ``present`` blocks are stored."""
+
+    slots: tuple[ReservedSlot, ...]
+    present: int
 
 
 @dataclass(frozen=True, slots=True)

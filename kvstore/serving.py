@@ -49,7 +49,7 @@ from kvstore.messages import (
     decode_request,
     encode_message,
 )
-from kvstore.results import LeaseId, Owner, ReservedSlot
+from kvstore.results import LeaseId, Owner
 from kvstore.tier import Slot
 from kvstore.wire import Frame, FrameDecoder
 
@@ -292,17 +292,9 @@ class Connection(asyncio.Protocol):
         reserved = await self._manager.reserve(
             about.chain, owner=self._owner, part=about.part, timeout_s=request.timeout_us / 1e6
         )
-        slots = tuple([LentSlot(at.index, at.slot, at.generation) for at in reserved])
+        slots = tuple([LentSlot(at.index, at.slot, at.generation) for at in reserved.slots])
         self._lent.update((slot.offset, slot.generation) for slot in slots)
-        return Lent(slots, await self._count_present(about, reserved))
-
-    async def _count_present(self, about: ChainRef, reserved: list[ReservedSlot]) -> int:
-        # Blocks passed over before the last reserved one are present; those behind it may also lack room.
-        stop = reserved[-1].index + 1 if reserved else 0
-        present = stop - len(reserved)
-        if stop < len(about.chain):
-            present += (await self._manager.match(about.chain[stop:], part=about.part, timeout_s=0)).blocks
-        return present
+        return Lent(slots, reserved.present)
 
     def _commit(self, request: Commit) -> Count:
         about, owner = request.about, self._owner
@@ -334,28 +326,27 @@ class Connection(asyncio.Protocol):
         return True
 
     def _open_namespace(self, request: OpenNamespace) -> Done:
-        if request.digest not in self._namespaces and len(self._namespaces) >= _MAX_NAMESPACES:
+        if request.namespace.digest not in self._namespaces and len(self._namespaces) >= _MAX_NAMESPACES:
             raise InvalidRequest(f"server: a connection may open {_MAX_NAMESPACES} namespaces")
-        self._manager.open_namespace(request.digest, request.layout)
-        self._namespaces.add(request.digest)
+        self._namespaces.add(self._manager.open_namespace(request.namespace))
         return Done()
 
     def _release(self, request: Release) -> None:
         self._manager.release(LeaseId(request.lease), owner=self._owner)
         if request.corrupt is not None and not self._is_draining:
             self._counters.corrupt_reports += 1
-            self._malformed.warn("server: a client found a damaged block: dropped")
-            task = asyncio.create_task(self._drop_damaged(request.corrupt))
+            self._malformed.warn("server: a client found a damaged block: it is looked at")
+            task = asyncio.create_task(self._look_at_damage(request.corrupt))
             report_id = -self._counters.corrupt_reports  # no request id is negative
             self._in_flight[report_id] = task
             self._idle.clear()
             task.add_done_callback(lambda _: self._finish(report_id))
 
-    async def _drop_damaged(self, about: ChainRef) -> None:
+    async def _look_at_damage(self, about: ChainRef) -> None:
         try:
-            await self._manager.drop(about.chain, part=about.part)
+            await self._manager.report_damage(about.chain, part=about.part)
         except KVStoreError as error:
-            self._malformed.warn("server: a damaged block was not dropped: %s", error)
+            self._malformed.warn("server: a reported block could not be looked at: %s", error)
 
     def _report(self) -> Report:
         stats = {**self._manager.stats(), "server": self._counters.as_dict()}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvstore.directory import BlockEntry, CopyState
-from kvstore.results import MissReason
+from kvstore.miss import MissReason
 from kvstore.state import State
 from kvstore.tier import Tier
 

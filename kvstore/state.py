@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from kvstore.counters import Counters
 from kvstore.directory import BlockEntry, Copy, CopyState, Directory
 from kvstore.lease import LeaseTable
+from kvstore.miss import MissReason
 from kvstore.policy import EvictionPolicy
-from kvstore.results import MissReason
 from kvstore.tier import Slot, SlotTier, Tier
 
 

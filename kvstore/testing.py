@@ -7,11 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvstore.checksum import as_bytes_array, checksum
+from kvstore.keys import Namespace
+from kvstore.miss import MissReason
 from kvstore.tier import (
     ALIGNMENT_BYTES,
     BlockHeader,
     BlockId,
     Medium,
+    Probe,
     ReadOutcome,
     ReadRequest,
     ReadStatus,
@@ -100,9 +103,12 @@ class MemoryTier:
         """Return the headers of all copies, least recently used first; nothing for a shared tier."""
         return [] if self._is_shared else [header for header, _ in self.stored.values()]
 
-    async def probe(self, blocks: Sequence[BlockId], *, deadline_s: float) -> list[str | None]:
+    def open_namespace(self, namespace: Namespace) -> None:
+        """Need not know."""
+
+    async def probe(self, blocks: Sequence[BlockId], *, deadline_s: float) -> Probe:
         """For each block: this tier's name if it holds it."""
-        return [self._name if self._is_open and b.storage_key in self.stored else None for b in blocks]
+        return Probe([self._name if self._is_open and b.storage_key in self.stored else None for b in blocks])
 
     async def read(self, requests: Sequence[ReadRequest], *, deadline_s: float) -> list[ReadOutcome]:
         """Read copies, verified."""
@@ -239,10 +245,16 @@ class FaultyTier:
         """Scan the inner tier."""
         return await self.inner.scan()
 
-    async def probe(self, blocks: Sequence[BlockId], *, deadline_s: float) -> list[str | None]:
+    def open_namespace(self, namespace: Namespace) -> None:
+        """Tell the inner tier."""
+        self.inner.open_namespace(namespace)
+
+    async def probe(self, blocks: Sequence[BlockId], *, deadline_s: float) -> Probe:
         """Probe the inner tier, or nothing while down."""
         await self._enter("probe")
-        return [None] * len(blocks) if self.is_down else await self.inner.probe(blocks, deadline_s=deadline_s)
+        if self.is_down:
+            return Probe([None] * len(blocks), MissReason.UNAVAILABLE)
+        return await self.inner.probe(blocks, deadline_s=deadline_s)
 
     async def read(self, requests: Sequence[ReadRequest], *, deadline_s: float) -> list[ReadOutcome]:
         """Read, or fail as scripted."""

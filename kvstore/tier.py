@@ -15,8 +15,9 @@ from typing import NamedTuple, NewType, Protocol
 
 from kvstore.checksum import checksum
 from kvstore.errors import CorruptBlock, InvalidLayout
-from kvstore.keys import BlockKey, NamespaceDigest
+from kvstore.keys import BlockKey, Namespace, NamespaceDigest
 from kvstore.layout import Part
+from kvstore.miss import MissReason
 
 ALIGNMENT_BYTES = 4096
 """Alignment and size granule of arena slots and slab slots (O_DIRECT, DMA)."""
@@ -141,25 +142,30 @@ class ReadRequest:
     """Read one copy into ``buffer``.
 
     ``buffer`` is writable and at least ``length_bytes`` long; one from an arena is 4096-byte aligned and
-    padded to a multiple of 4096. The tier may write anywhere in it, also when the read fails.
+    padded to a multiple of 4096. The tier may write anywhere in it, also when the read fails. ``parent``
+    and ``depth`` place the block in its chain, for tiers that pass a request on; None if that is not known.
     """
 
     block: BlockId
     layout: bytes
     length_bytes: int
     buffer: memoryview
+    parent: BlockKey | None = None
+    depth: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOutcome:
     """Result of one ReadRequest; ``header`` is given exactly when the status is OK.
 
-    ``origin`` is the name of the tier the bytes came from; a sidecar seen as a tier reports its own tiers.
+    ``origin`` is the name of the tier the bytes came from; a sidecar seen as a tier reports its own tiers,
+    and the ``reason`` of its miss.
     """
 
     status: ReadStatus
     header: BlockHeader | None = None
     origin: str = ""
+    reason: MissReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +185,17 @@ class TierHealth:
 
     is_up: bool
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What a shared tier answers about blocks: for each the tier that holds it, or None.
+
+    ``reason`` says why the first None is one, where the tier knows more than that the block is not there.
+    """
+
+    tiers: list[str | None]
+    reason: MissReason | None = None
 
 
 class Tier(Protocol):
@@ -228,8 +245,11 @@ class Tier(Protocol):
     async def scan(self) -> list[BlockHeader]:
         """Return what it holds, least recently used first. Empty for a shared tier."""
 
-    async def probe(self, blocks: Sequence[BlockId], *, deadline_s: float) -> list[str | None]:
-        """For each block: the name of the tier that holds it, or None. May stop at the first None."""
+    def open_namespace(self, namespace: Namespace) -> None:
+        """Learn of a namespace before blocks of it are moved. Idempotent; most tiers need not know it."""
+
+    async def probe(self, blocks: Sequence[BlockId], *, deadline_s: float) -> Probe:
+        """Say which blocks are here. May stop at the first that is not."""
 
     async def read(self, requests: Sequence[ReadRequest], *, deadline_s: float) -> list[ReadOutcome]:
         """Read copies; each is verified (key, part, namespace, layout, length, checksum) before OK."""

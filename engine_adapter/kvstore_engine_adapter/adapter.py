@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-from kvstore.keys import Namespace, NamespaceDigest
+from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.manager import BlockManager
 from kvstore.state import ManagerSettings
@@ -36,14 +36,6 @@ class EngineAdapter(Protocol):
         """Access to the pages' bytes."""
 
 
-@runtime_checkable
-class LayoutAware(Protocol):
-    """A tier that must know the layout of a namespace before its blocks can be moved: a sidecar's store."""
-
-    def open_namespace(self, digest: NamespaceDigest, layout: KVLayout) -> None:
-        """Make a namespace known."""
-
-
 def manager_over(
     engine: EngineAdapter, lower: Sequence[Tier] = (), *, settings: ManagerSettings | None = None
 ) -> BlockManager:
@@ -53,9 +45,6 @@ def manager_over(
     owners itself, however long a request runs.
     """
     top = VramTier(engine.pages, engine.num_page_slots)
-    for tier in lower:
-        if isinstance(tier, LayoutAware):
-            tier.open_namespace(engine.namespace.digest, engine.layout)
     manager = BlockManager(top, lower, settings=settings or ManagerSettings(lease_s=math.inf))
-    manager.open_namespace(engine.namespace.digest, engine.layout)
+    manager.open_namespace(engine.namespace)
     return manager

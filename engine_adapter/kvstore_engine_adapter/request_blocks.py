@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from kvstore.errors import KVStoreError, TierFull
 from kvstore.keys import PrefixChain
 from kvstore.manager import BlockManager
-from kvstore.results import Fetched, MissReason, Owner, PrefixMatch
+from kvstore.miss import MissReason
+from kvstore.results import Fetched, Owner, PrefixMatch
 from kvstore.tier import Slot
 from kvstore_engine_adapter.load_policy import LoadPolicy
 

@@ -11,7 +11,7 @@ import numpy as np
 from kvstore.cli.block_naming import add_naming_arguments, read_blocks
 from kvstore.cli.store_address import add_store_arguments, connected
 from kvstore.errors import InvalidRequest
-from kvstore.results import MissReason
+from kvstore.miss import MissReason
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

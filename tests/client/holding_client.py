@@ -14,7 +14,7 @@ from tests.client.conftest import NAMESPACE
 def main(socket_path: str, what: str) -> None:
     deadline_s = time.monotonic() + 30
     link = Link.open(unix_dial(Path(socket_path)), ArenaCache(), deadline_s)
-    link.ask(OpenNamespace(NAMESPACE.digest, NAMESPACE.layout), deadline_s)
+    link.ask(OpenNamespace(NAMESPACE), deadline_s)
     chain: PrefixChain = NAMESPACE.chain(range(32))
     request = {"lease": Fetch, "slots": Reserve}[what](ChainRef(chain), 1_000_000)
     sys.stdout.write(f"{type(link.ask(request, deadline_s)).__name__}\n")

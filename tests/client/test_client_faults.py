@@ -121,10 +121,12 @@ async def test_a_late_lease_is_given_back(
     store.pause()
     await face.fetch_into(chain, np.zeros_like(payloads), timeout_s=0.05)
     store.resume()
-    await face.ping()
 
-    # A leased block is not dropped, so this counts the blocks that nobody leases.
-    assert await face.drop(chain) == 8
+    # A leased block is not dropped; the late lease comes and goes on the connection of the call that gave up.
+    dropped = 0
+    while dropped < 8:
+        dropped += await face.drop(chain)
+    assert (await face.stats())["live_leases"] == 0
 
 
 @pytest.mark.parametrize("what", ["lease", "slots"])
@@ -157,7 +159,7 @@ def test_what_a_killed_client_held_is_free_again(
 def _first_slot(store: StoreProcess, chain: PrefixChain) -> tuple[Link, Ready]:
     deadline_s = time.monotonic() + 30
     link = Link.open(unix_dial(store.socket_path), ArenaCache(), deadline_s)
-    link.ask(OpenNamespace(NAMESPACE.digest, NAMESPACE.layout), deadline_s)
+    link.ask(OpenNamespace(NAMESPACE), deadline_s)
     answer = link.ask(Fetch(ChainRef(chain), 1_000_000), deadline_s)
     assert isinstance(answer, Ready)
     assert answer.lease is not None

@@ -6,6 +6,7 @@ from kvstore import KVLayout, MissReason, Namespace, Part, Timeouts
 from kvstore.calls import TimedOut
 from kvstore.client_state import ClientState
 from kvstore.errors import InvalidConfig, InvalidLayout, InvalidRequest, ServerUnavailable
+from kvstore.keys import PrefixChain
 
 NAMESPACE = Namespace("tiny", KVLayout.opaque(block_bytes=64, block_tokens=4))
 
@@ -63,23 +64,13 @@ def test_failures_are_counted_by_kind_and_become_reasons() -> None:
     assert (state.stats.timeouts, state.stats.unavailable) == (1, 1)
 
 
-def test_a_digest_is_open_with_one_layout_only() -> None:
-    state = ClientState(Timeouts())
-    state.open_namespace(NAMESPACE)
-    state.open_namespace(NAMESPACE)
-
-    with pytest.raises(InvalidRequest, match="another layout"):
-        state.open_layout(NAMESPACE.digest, KVLayout.opaque(block_bytes=128, block_tokens=4))
-
-
 def test_a_chain_of_other_blocks_or_an_impossible_part_is_refused() -> None:
     state = ClientState(Timeouts())
-    state.open_layout(NAMESPACE.digest, KVLayout.opaque(block_bytes=128, block_tokens=8))
-
-    with pytest.raises(InvalidRequest, match="blocks of 4 tokens"):
-        state.length_bytes(NAMESPACE.chain(range(8)), None)
-    state = ClientState(Timeouts())
     state.open_namespace(NAMESPACE)
+    of_eight = PrefixChain(NAMESPACE.digest, NAMESPACE.chain(range(8)).keys, 8)
+
+    with pytest.raises(InvalidRequest, match="blocks of 8 tokens"):
+        state.length_bytes(of_eight, None)
     with pytest.raises(InvalidLayout):
         state.length_bytes(NAMESPACE.chain(range(8)), Part(0, 2, 0, 1))
 

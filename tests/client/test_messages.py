@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import ProtocolMismatch
-from kvstore.keys import BlockKey, NamespaceDigest, PrefixChain
+from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import KVLayout, Part
 from kvstore.messages import (
     Answer,
@@ -48,7 +48,7 @@ from kvstore.messages import (
     decode_request,
     encode_message,
 )
-from kvstore.results import MissReason
+from kvstore.miss import MissReason
 from kvstore.wire import MAX_BODY_BYTES, MAX_KEYS, Frame, FrameDecoder, decode_body, encode_frame
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_frames.json").read_text())
@@ -60,7 +60,18 @@ _TAIL = ChainRef(PrefixChain(_DIGEST, _KEYS, 16, 5, BlockKey(b"\x03" * 32)), Par
 
 REQUESTS: dict[str, Request] = {
     "hello": Hello(1234),
-    "open_namespace": OpenNamespace(_DIGEST, KVLayout("bfloat16", 4, 16, 2, 64)),
+    "open_namespace": OpenNamespace(
+        Namespace(
+            model="org/model:\u00fc",
+            layout=KVLayout("bfloat16", 4, 16, 2, 64),
+            weights="sha256:ab",
+            tokenizer="t",
+            adapter="lora",
+            rope="theta=1e5",
+            tenant_salt=b"\x00\xff",
+            epoch=9,
+        )
+    ),
     "match": Match(_CHAIN, 50_000),
     "fetch": Fetch(_TAIL, 50_000),
     "release": Release(7),

@@ -139,7 +139,7 @@ async def test_parts_of_a_block_are_copies_of_their_own(tier: Tier) -> None:
 async def test_a_probe_names_the_tier_of_leading_blocks(tier: Tier) -> None:
     await put(tier, 0, 1, 2)
     found = await tier.probe([block_id(number) for number in (0, 1, 9)], deadline_s=soon())
-    assert found == [tier.name, tier.name, None]
+    assert found.tiers == [tier.name, tier.name, None]
 
 
 async def test_scan_names_the_least_recently_used_first(tier: Tier) -> None:

@@ -5,7 +5,8 @@ import asyncio
 import numpy as np
 
 from kvstore.checksum import checksum
-from kvstore.tier import Medium, ReadOutcome, ReadStatus, TierHealth, WriteStatus
+from kvstore.miss import MissReason
+from kvstore.tier import Medium, Probe, ReadOutcome, ReadStatus, TierHealth, WriteStatus
 
 
 class GatedTier:
@@ -23,6 +24,7 @@ class GatedTier:
         self.is_up = True
         self.read_batches = []
         self.closed = False
+        self.namespaces = []
 
     @property
     def used_bytes(self):
@@ -37,12 +39,16 @@ class GatedTier:
     async def close(self):
         self.closed = True
 
+    def open_namespace(self, namespace):
+        self.namespaces.append(namespace)
+
     async def scan(self):
         return [] if self.is_shared else [header for header, _ in self.stored.values()]
 
     async def probe(self, blocks, *, deadline_s):
         await self.gate.wait()
-        return [self.name if self.is_up and block in self.stored else None for block in blocks]
+        tiers = [self.name if self.is_up and block in self.stored else None for block in blocks]
+        return Probe(tiers, None if self.is_up else MissReason.UNAVAILABLE)
 
     async def read(self, requests, *, deadline_s):
         self.read_batches.append([request.block for request in requests])

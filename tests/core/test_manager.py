@@ -11,7 +11,7 @@ from kvstore.errors import InvalidRequest, TierFull
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout, Part
 from kvstore.manager import BlockManager
-from kvstore.results import MissReason
+from kvstore.miss import MissReason
 from kvstore.state import ManagerSettings
 from kvstore.tier import ReadStatus, WriteStatus
 from kvstore_tiers.dram import DramTier
@@ -37,11 +37,11 @@ class Harness:
 
     async def put(self, chain, *, timeout_s=1.0):
         reserved = await self.manager.reserve(chain, owner=self.owner, timeout_s=timeout_s)
-        for slot in reserved:
+        for slot in reserved.slots:
             async with self.dram.writing([slot.slot], BLOCK_BYTES) as (buffer,):
                 np.asarray(buffer)[:BLOCK_BYTES] = payload(chain.keys[slot.index])
         stored = 0
-        for slot in reserved:
+        for slot in reserved.slots:
             key = chain.keys[slot.index]
             block = chain[slot.index : slot.index + 1]
             sums = [checksum(payload(key))]
@@ -67,7 +67,7 @@ async def running(*lower, blocks=16, **settings):
     dram = DramTier(capacity_bytes=blocks * BLOCK_BYTES)
     manager = BlockManager(dram, lower, settings=ManagerSettings(timeout_s=1.0, **settings))
     await manager.open()
-    manager.open_namespace(SPACE.digest, SPACE.layout)
+    manager.open_namespace(SPACE)
     try:
         yield Harness(manager, dram, lower)
         for tier in lower:
@@ -102,7 +102,7 @@ async def test_a_match_names_the_leading_blocks_and_why_the_next_is_missing():
 
 async def test_a_block_of_another_namespace_is_never_matched():
     async with running() as store:
-        store.manager.open_namespace(OTHER.digest, OTHER.layout)
+        store.manager.open_namespace(OTHER)
         await store.put(SPACE.chain(range(20)))
 
         assert (await store.manager.match(OTHER.chain(range(20)))).blocks == 0
@@ -110,7 +110,7 @@ async def test_a_block_of_another_namespace_is_never_matched():
 
 async def test_a_planted_key_of_another_namespace_is_not_served():
     async with running() as store:
-        store.manager.open_namespace(OTHER.digest, OTHER.layout)
+        store.manager.open_namespace(OTHER)
         chain = SPACE.chain(range(4))
         await store.put(chain)
 
@@ -125,10 +125,34 @@ async def test_a_namespace_that_was_not_opened_is_refused():
             await store.manager.match(OTHER.chain(range(4)))
 
 
-async def test_a_namespace_opened_with_another_layout_is_refused():
+async def test_namespaces_without_blocks_are_forgotten_beyond_the_limit(monkeypatch):
+    monkeypatch.setattr("kvstore.directory.MAX_NAMESPACES", 3)
     async with running() as store:
-        with pytest.raises(InvalidRequest, match="layout"):
-            store.manager.open_namespace(SPACE.digest, KVLayout.opaque(block_bytes=4096, block_tokens=4))
+        await store.put(SPACE.chain(range(4)))
+
+        for salt in (b"1", b"2", b"3", b"4"):
+            store.manager.open_namespace(Namespace(model="m", layout=SPACE.layout, tenant_salt=salt))
+
+        assert (await store.manager.match(SPACE.chain(range(4)))).blocks == 1
+        with pytest.raises(InvalidRequest, match="open_namespace"):
+            await store.manager.match(
+                Namespace(model="m", layout=SPACE.layout, tenant_salt=b"1").chain(range(4))
+            )
+
+
+async def test_a_reported_damage_is_looked_at_and_only_true_damage_is_dropped():
+    async with running() as store:
+        chain = SPACE.chain(range(8))
+        await store.put(chain)
+        assert await store.manager.report_damage(chain) == 0
+        fetched = await store.manager.fetch(chain, owner=store.owner)
+        store.manager.release(fetched.lease)
+        async with store.dram.writing([fetched.blocks[1].slot], BLOCK_BYTES) as (buffer,):
+            np.asarray(buffer)[17] ^= 1
+
+        assert await store.manager.report_damage(chain) == 1
+
+        assert (await store.manager.match(chain)).blocks == 1
 
 
 async def test_parts_of_a_block_are_stored_apart():
@@ -136,9 +160,9 @@ async def test_parts_of_a_block_are_stored_apart():
     space = Namespace(model="tp", layout=layout)
     left, right = Part(0, 2, 0, 1), Part(0, 2, 1, 2)
     async with running() as store:
-        store.manager.open_namespace(space.digest, layout)
+        store.manager.open_namespace(space)
         chain = space.chain(range(4))
-        (slot,) = await store.manager.reserve(chain, owner=store.owner, part=left)
+        (slot,) = (await store.manager.reserve(chain, owner=store.owner, part=left)).slots
         store.manager.commit(chain, [slot.slot], owner=store.owner, part=left)
         store.manager.return_slots([slot.slot], owner=store.owner)
 
@@ -161,8 +185,8 @@ async def test_two_writers_of_one_block_leave_one_copy():
     async with running() as store:
         chain = SPACE.chain(range(4))
         second = store.manager.new_owner()
-        (one,) = await store.manager.reserve(chain, owner=store.owner)
-        (two,) = await store.manager.reserve(chain, owner=second)
+        (one,) = (await store.manager.reserve(chain, owner=store.owner)).slots
+        (two,) = (await store.manager.reserve(chain, owner=second)).slots
 
         assert store.manager.commit(chain, [one.slot], owner=store.owner, checksums=[1]) == [True]
         assert store.manager.commit(chain, [two.slot], owner=second, checksums=[1]) == [False]
@@ -195,7 +219,7 @@ async def test_slots_of_a_dead_writer_come_back():
 async def test_a_commit_after_the_owner_lost_the_slot_stores_nothing():
     async with running() as store:
         chain = SPACE.chain(range(4))
-        (slot,) = await store.manager.reserve(chain, owner=store.owner)
+        (slot,) = (await store.manager.reserve(chain, owner=store.owner)).slots
         store.manager.return_slots([slot.slot], owner=store.owner)
 
         assert store.manager.commit(chain, [slot.slot], owner=store.owner, checksums=[1]) == [False]
@@ -258,7 +282,7 @@ async def test_a_second_release_is_ignored_and_counted():
 
         store.manager.release(fetched.lease)
 
-        assert store.manager.stats()["leases"]["stale_releases"] == 1
+        assert store.manager.stats()["lease_events"]["stale_releases"] == 1
 
 
 async def test_unnamed_slots_beyond_the_room_are_refused_with_the_numbers():
@@ -557,7 +581,7 @@ async def test_a_prefetch_brings_blocks_up_without_a_lease():
     async with running(ssd) as again:
         assert await again.manager.prefetch(chain) == 5
 
-        assert again.manager.stats()["leases"] == {}
+        assert again.manager.stats()["live_leases"] == 0
         assert (await again.manager.match(chain)).tiers == ("dram",) * 5
 
 

@@ -45,7 +45,7 @@ class ManagerMachine(RuleBasedStateMachine):
         )
         self.manager = BlockManager(self.dram, [self.ssd, self.remote], settings=limits)
         self.run(self.manager.open())
-        self.manager.open_namespace(SPACE.digest, SPACE.layout)
+        self.manager.open_namespace(SPACE)
         self.owners = [self.manager.new_owner() for _ in range(3)]
         self.leases = []
 
@@ -63,13 +63,13 @@ class ManagerMachine(RuleBasedStateMachine):
 
     async def _put(self, chain, owner):
         reserved = await self.manager.reserve(chain, owner=owner, timeout_s=0.01)
-        for slot in reserved:
+        for slot in reserved.slots:
             key = chain.keys[slot.index]
             async with self.dram.writing([slot.slot], BLOCK_BYTES) as (buffer,):
                 np.asarray(buffer)[:] = payload(key)
             block = chain[slot.index : slot.index + 1]
             self.manager.commit(block, [slot.slot], owner=owner, checksums=[checksum(payload(key))])
-        self.manager.return_slots([slot.slot for slot in reserved], owner=owner)
+        self.manager.return_slots([slot.slot for slot in reserved.slots], owner=owner)
 
     @rule(chain=chains, owner=owners)
     def half_put(self, chain, owner):

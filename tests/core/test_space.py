@@ -20,7 +20,7 @@ class TopName:
 @pytest.fixture(params=[LruPolicy, FifoPolicy])
 def state(request):
     directory = Directory(["dram"])
-    directory.open_namespace(SPACE.digest, SPACE.layout)
+    directory.open_namespace(SPACE)
     return State(
         top=TopName(),
         lower=(),

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kvstore.errors import InvalidConfig, InvalidRequest, PromptTooLong
-from kvstore.results import Fetched, MissReason
+from kvstore.miss import MissReason
+from kvstore.results import Fetched
 from kvstore.testing import FaultyTier, MemoryTier
 from kvstore.tier import ReadStatus
 from kvstore_engine_adapter.generation import (

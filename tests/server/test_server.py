@@ -110,7 +110,7 @@ class RawClient:
 
     async def greet(self) -> None:
         assert isinstance(await self.ask(Hello(1), 0), Welcome)
-        assert isinstance(await self.ask(OpenNamespace(NAMESPACE.digest, NAMESPACE.layout)), Done)
+        assert isinstance(await self.ask(OpenNamespace(NAMESPACE)), Done)
 
 
 async def _until(condition: Callable[[], object]) -> None:

@@ -48,7 +48,14 @@ def _writes(*indices: int) -> list[WriteRequest]:
 
 def _reads(*indices: int) -> list[ReadRequest]:
     return [
-        ReadRequest(_ids()[index], LAYOUT.fingerprint, LAYOUT.block_bytes, memoryview(bytearray(12288)))
+        ReadRequest(
+            _ids()[index],
+            LAYOUT.fingerprint,
+            LAYOUT.block_bytes,
+            memoryview(bytearray(12288)),
+            parent=_header(index).parent,
+            depth=index,
+        )
         for index in indices
     ]
 
@@ -59,7 +66,7 @@ async def tier(tmp_path: Path) -> AsyncIterator[StoreTier]:
     made = StoreTier(path)
     async with serving(SIDECAR, socket_path=path):
         await made.open()
-        made.open_namespace(CHAIN.namespace, LAYOUT)
+        made.open_namespace(NAMESPACE)
         yield made
         await made.close()
 
@@ -70,7 +77,7 @@ async def test_what_was_written_is_probed_and_read_back_with_its_header(tier: St
 
     outcomes = await tier.read(reads, deadline_s=_soon())
 
-    assert await tier.probe(_ids(), deadline_s=_soon()) == ["dram", "dram", "dram", None]
+    assert (await tier.probe(_ids(), deadline_s=_soon())).tiers == ["dram", "dram", "dram", None]
     assert [outcome.header for outcome in outcomes] == [_header(index) for index in range(3)]
     assert {outcome.origin for outcome in outcomes} == {"dram"}
     assert [bytes(read.buffer[:8192]) for read in reads] == [_payload(index) for index in range(3)]
@@ -100,7 +107,7 @@ async def test_a_payload_that_differs_from_its_header_is_not_stored(tier: StoreT
     bad = WriteRequest(good.header, memoryview(b"x" * 8192))
 
     assert await tier.write([bad], deadline_s=_soon()) == [WriteStatus.FULL]
-    assert await tier.probe(_ids()[:1], deadline_s=_soon()) == [None]
+    assert (await tier.probe(_ids()[:1], deadline_s=_soon())).tiers == [None]
 
 
 async def test_blocks_of_a_namespace_it_was_not_told_of_are_no_hits(tmp_path: Path) -> None:
@@ -109,7 +116,7 @@ async def test_blocks_of_a_namespace_it_was_not_told_of_are_no_hits(tmp_path: Pa
         tier = StoreTier(path)
         await tier.open()
 
-        assert await tier.probe(_ids(), deadline_s=_soon()) == [None] * 4
+        assert (await tier.probe(_ids(), deadline_s=_soon())).tiers == [None] * 4
         assert [at.status for at in await tier.read(_reads(0), deadline_s=_soon())] == [ReadStatus.MISMATCH]
         assert await tier.write(_writes(0), deadline_s=_soon()) == [WriteStatus.REFUSED]
         await tier.drop(_ids())
@@ -121,15 +128,15 @@ async def test_dropped_blocks_are_absent(tier: StoreTier) -> None:
 
     await tier.drop(_ids())
 
-    assert await tier.probe(_ids(), deadline_s=_soon()) == [None] * 4
+    assert (await tier.probe(_ids(), deadline_s=_soon())).tiers == [None] * 4
 
 
 async def test_without_a_server_it_opens_and_everything_is_unavailable(tmp_path: Path) -> None:
     tier = StoreTier(tmp_path / "none.sock")
     await tier.open()
-    tier.open_namespace(CHAIN.namespace, LAYOUT)
+    tier.open_namespace(NAMESPACE)
 
-    assert await tier.probe(_ids(), deadline_s=_soon()) == [None] * 4
+    assert (await tier.probe(_ids(), deadline_s=_soon())).tiers == [None] * 4
     assert not tier.health().is_up
     assert "none.sock" in tier.health().reason
     assert await tier.write(_writes(0), deadline_s=_soon()) == [WriteStatus.UNAVAILABLE]
@@ -146,13 +153,13 @@ async def test_an_engines_manager_finds_in_the_sidecar_what_another_engine_compu
             tier = StoreTier(path)
             manager = BlockManager(DramTier(capacity_bytes=MIB, name="vram"), [tier])
             await manager.open()
-            manager.open_namespace(CHAIN.namespace, LAYOUT)
-            tier.open_namespace(CHAIN.namespace, LAYOUT)
+            manager.open_namespace(NAMESPACE)
+            tier.open_namespace(NAMESPACE)
             managers.append(manager)
         first, second = managers
         owner = first.new_owner()
         reserved = await first.reserve(CHAIN, owner=owner, timeout_s=10)
-        slots = [at.slot for at in reserved]
+        slots = [at.slot for at in reserved.slots]
         async with first._state.top.writing(slots, LAYOUT.block_bytes) as buffers:
             for index, buffer in enumerate(buffers):
                 np.frombuffer(buffer, np.uint8)[:] = index + 1

@@ -20,7 +20,7 @@ class ReplyProxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self._sockets: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept)]
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
     @property
@@ -47,7 +47,7 @@ class ReplyProxy:
             self.num_connections += 1
             self._sockets += [client, server]
             for source, target, is_reply in ((client, server, False), (server, client, True)):
-                thread = threading.Thread(target=self._relay, args=(source, target, is_reply))
+                thread = threading.Thread(target=self._relay, args=(source, target, is_reply), daemon=True)
                 self._threads.append(thread)
                 thread.start()
 

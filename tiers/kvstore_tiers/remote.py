@@ -19,10 +19,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from kvstore.keys import Namespace
+from kvstore.miss import MissReason
 from kvstore.tier import (
     BlockHeader,
     BlockId,
     Medium,
+    Probe,
     ReadOutcome,
     ReadRequest,
     ReadStatus,
@@ -143,7 +146,10 @@ class RemoteTier:
         """Return nothing: what a shared tier holds is asked by ``probe``."""
         return []
 
-    async def probe(self, blocks: Sequence[BlockId], *, deadline_s: float) -> list[str | None]:
+    def open_namespace(self, namespace: Namespace) -> None:
+        """Need not know: every value carries its layout."""
+
+    async def probe(self, blocks: Sequence[BlockId], *, deadline_s: float) -> Probe:
         """For each block: this tier's name if the server has it; None from the first absent one on."""
         found: list[str | None] = [None] * len(blocks)
 
@@ -155,9 +161,14 @@ class RemoteTier:
                 deadline_s=deadline_s,
             )
 
-        if blocks and self._may_go():
-            await self._run(self._reads, [work], deadline_s)
-        return found
+        if not blocks:
+            return Probe(found)
+        if not self._may_go():
+            return Probe(found, MissReason.BREAKER_OPEN)
+        is_late = await self._run(self._reads, [work], deadline_s)
+        if is_late or self._clock() >= deadline_s:
+            return Probe(found, MissReason.TIMED_OUT)
+        return Probe(found, None if self._breaker.is_up() else MissReason.UNAVAILABLE)
 
     async def read(self, requests: Sequence[ReadRequest], *, deadline_s: float) -> list[ReadOutcome]:
         """Read copies into the buffers, and verify them."""

@@ -27,10 +27,12 @@ from pathlib import Path
 
 from kvstore.checksum import checksum
 from kvstore.errors import CorruptBlock
+from kvstore.keys import Namespace
 from kvstore.tier import (
     BlockHeader,
     BlockId,
     Medium,
+    Probe,
     ReadOutcome,
     ReadRequest,
     ReadStatus,
@@ -186,9 +188,12 @@ class SsdTier:
         """Return the header of every copy, least recently used first."""
         return [copy.record.header for copy in self._copies.values()]
 
-    async def probe(self, blocks: Sequence[BlockId], *, deadline_s: float) -> list[str | None]:
+    def open_namespace(self, namespace: Namespace) -> None:
+        """Need not know: every record carries its layout."""
+
+    async def probe(self, blocks: Sequence[BlockId], *, deadline_s: float) -> Probe:
         """For each block: this tier's name if it holds it. Answers from memory."""
-        return [self._name if self._find(block) is not None else None for block in blocks]
+        return Probe([self._name if self._find(block) is not None else None for block in blocks])
 
     async def read(self, requests: Sequence[ReadRequest], *, deadline_s: float) -> list[ReadOutcome]:
         """Read copies into the buffers, and verify them."""

@@ -4,16 +4,18 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from typing import TypeVar
 
 from kvstore.async_client import AsyncKVStore
-from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.keys import BlockKey, NamespaceDigest, PrefixChain
+from kvstore.errors import KVStoreError
+from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import KVLayout
-from kvstore.results import MissReason
+from kvstore.miss import MissReason
 from kvstore.tier import (
     BlockHeader,
     BlockId,
     Medium,
+    Probe,
     ReadOutcome,
     ReadRequest,
     ReadStatus,
@@ -23,10 +25,12 @@ from kvstore.tier import (
 )
 from kvstore.wire import MAX_KEYS
 
+_R = TypeVar("_R")
 _READ_STATUS = {
     MissReason.CORRUPT: ReadStatus.CORRUPT,
     MissReason.TIMED_OUT: ReadStatus.TIMED_OUT,
     MissReason.NO_ROOM: ReadStatus.UNAVAILABLE,
+    MissReason.BREAKER_OPEN: ReadStatus.UNAVAILABLE,
     MissReason.UNAVAILABLE: ReadStatus.UNAVAILABLE,
 }
 """What a shortened fetch means for the block it stopped at; any other reason: it is not stored."""
@@ -52,7 +56,7 @@ class StoreTier:
         self._name = name
         self._drop_timeout_s = drop_timeout_s
         self._clock = clock
-        self._layouts: dict[NamespaceDigest, KVLayout] = {}
+        self._namespaces: dict[NamespaceDigest, Namespace] = {}
         self._client: AsyncKVStore | None = None
 
     @property
@@ -80,16 +84,11 @@ class StoreTier:
         """It accounts for itself."""
         return 0
 
-    def open_namespace(self, digest: NamespaceDigest, layout: KVLayout) -> None:
-        """Make a namespace's blocks storable; before or after ``open``.
-
-        Raises:
-            InvalidRequest: the digest is open with another layout.
-        """
-        if self._layouts.setdefault(digest, layout) != layout:
-            raise InvalidRequest(f"namespace {digest.hex()[:12]}: already open with another layout")
+    def open_namespace(self, namespace: Namespace) -> None:
+        """Make a namespace's blocks storable; before or after ``open``."""
+        self._namespaces[namespace.digest] = namespace
         if self._client is not None:
-            self._client.open_layout(digest, layout)
+            self._client.open_namespace(namespace)
 
     def health(self) -> TierHealth:
         """Return whether the server answered when it was last asked, or that is long enough ago."""
@@ -106,8 +105,8 @@ class StoreTier:
         """
         if self._client is None:
             self._client = await AsyncKVStore.connect(self._address)
-            for digest, layout in self._layouts.items():
-                self._client.open_layout(digest, layout)
+            for namespace in self._namespaces.values():
+                self._client.open_namespace(namespace)
 
     async def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -119,41 +118,41 @@ class StoreTier:
         """Return nothing: what a shared tier holds is asked by ``probe``."""
         return []
 
-    async def probe(self, blocks: Sequence[BlockId], *, deadline_s: float) -> list[str | None]:
+    async def probe(self, blocks: Sequence[BlockId], *, deadline_s: float) -> Probe:
         """For each block the name of the store's own tier that holds it, up to the first that is absent."""
         names: list[str | None] = []
+        reason: MissReason | None = None
         for chain, group in self._chains(blocks):
-            if self._client is None or chain.namespace not in self._layouts:
+            if self._client is None or chain.namespace not in self._namespaces:
+                reason = MissReason.UNAVAILABLE
                 break
             found = await self._client.match(
                 chain, part=group[0].part, timeout_s=self._patience_s(deadline_s)
             )
             names.extend(found.tiers)
             if found.blocks < len(group):
+                reason = found.reason
                 break
-        return names + [None] * (len(blocks) - len(names))
+        return Probe(names + [None] * (len(blocks) - len(names)), reason)
 
     async def read(self, requests: Sequence[ReadRequest], *, deadline_s: float) -> list[ReadOutcome]:
         """Copy blocks into the buffers, each verified; behind the first miss of a chain nothing is read."""
         outcomes: list[ReadOutcome] = []
-        position = 0
-        for chain, group in self._chains([request.block for request in requests]):
-            batch = requests[position : position + len(group)]
-            position += len(group)
-            outcomes += await self._read_chain(chain, batch, deadline_s)
+        for run in _runs(requests, _is_read_next):
+            outcomes += await self._read_run(run, deadline_s)
         return outcomes
 
     async def write(self, requests: Sequence[WriteRequest], *, deadline_s: float) -> list[WriteStatus]:
         """Put blocks; those the store has already count as written."""
         statuses: list[WriteStatus] = []
-        for run in _runs(requests):
+        for run in _runs(requests, _is_written_next):
             statuses += await self._write_run(run, deadline_s)
         return statuses
 
     async def drop(self, blocks: Sequence[BlockId]) -> None:
         """Ask the store to forget its copies. Without a server nothing is dropped."""
         for chain, group in self._chains(blocks):
-            if self._client is None or chain.namespace not in self._layouts:
+            if self._client is None or chain.namespace not in self._namespaces:
                 return
             try:
                 await self._client.drop(chain, part=group[0].part, timeout_s=self._drop_timeout_s)
@@ -167,14 +166,20 @@ class StoreTier:
         """Return True: the store makes room itself, or refuses a write."""
         return True
 
-    async def _read_chain(
-        self, chain: PrefixChain, batch: Sequence[ReadRequest], deadline_s: float
-    ) -> list[ReadOutcome]:
-        layout = self._layouts.get(chain.namespace)
+    async def _read_run(self, batch: Sequence[ReadRequest], deadline_s: float) -> list[ReadOutcome]:
+        first = batch[0]
+        layout = self._layout(first.block.namespace)
         if self._client is None:
             return [ReadOutcome(ReadStatus.UNAVAILABLE)] * len(batch)
         if layout is None or any(not _fits(layout, request) for request in batch):
             return [ReadOutcome(ReadStatus.MISMATCH)] * len(batch)
+        chain = PrefixChain(
+            first.block.namespace,
+            tuple(request.block.key for request in batch),
+            layout.block_tokens,
+            first.depth,
+            None if first.depth == 0 else first.parent,
+        )
         buffers = [request.buffer[: request.length_bytes] for request in batch]
         result = await self._client.fetch_into(
             chain, buffers, part=batch[0].block.part, timeout_s=self._patience_s(deadline_s)
@@ -186,13 +191,14 @@ class StoreTier:
             )
         ]
         if result.blocks < len(batch) and result.reason is not None:
-            outcomes.append(ReadOutcome(_READ_STATUS.get(result.reason, ReadStatus.ABSENT)))
+            status = _READ_STATUS.get(result.reason, ReadStatus.ABSENT)
+            outcomes.append(ReadOutcome(status, reason=result.reason))
         # Blocks behind a miss were not looked at, so nothing is said about them.
         return outcomes + [ReadOutcome(ReadStatus.UNAVAILABLE)] * (len(batch) - len(outcomes))
 
     async def _write_run(self, run: Sequence[WriteRequest], deadline_s: float) -> list[WriteStatus]:
         first = run[0].header
-        layout = self._layouts.get(first.block.namespace)
+        layout = self._layout(first.block.namespace)
         if self._client is None:
             return [WriteStatus.UNAVAILABLE] * len(run)
         if layout is None or any(not _fits_header(layout, request.header) for request in run):
@@ -227,12 +233,16 @@ class StoreTier:
         A lookup needs no parents, so each chain is given as if it began its sequence.
         """
         for (namespace, _), members in groupby(blocks, key=lambda block: (block.namespace, block.part)):
-            layout = self._layouts.get(namespace)
+            layout = self._layout(namespace)
             tokens = 1 if layout is None else layout.block_tokens
             whole = list(members)
             for start in range(0, len(whole), MAX_KEYS):
                 group = whole[start : start + MAX_KEYS]
                 yield PrefixChain(namespace, tuple(block.key for block in group), tokens), group
+
+    def _layout(self, digest: NamespaceDigest) -> KVLayout | None:
+        namespace = self._namespaces.get(digest)
+        return None if namespace is None else namespace.layout
 
     def _patience_s(self, deadline_s: float) -> float:
         return max(0.0, deadline_s - self._clock())
@@ -249,19 +259,27 @@ def _fits_header(layout: KVLayout, header: BlockHeader) -> bool:
 
 
 def _header(chain: PrefixChain, index: int, request: ReadRequest, checksum: int) -> BlockHeader:
-    parent = chain.keys[index - 1] if index else BlockKey(chain.namespace)
-    return BlockHeader(request.block, parent, index, request.layout, request.length_bytes, checksum)
+    before = chain.keys[index - 1] if index else chain.parent or BlockKey(chain.namespace)
+    depth = chain.start + index
+    return BlockHeader(request.block, before, depth, request.layout, request.length_bytes, checksum)
 
 
-def _runs(requests: Sequence[WriteRequest]) -> Iterator[Sequence[WriteRequest]]:
+def _runs(requests: Sequence[_R], is_next: Callable[[_R, _R], bool]) -> Iterator[Sequence[_R]]:
     """Cut requests into runs of consecutive blocks of one chain."""
     start = 0
     for at in range(1, len(requests) + 1):
-        if at == len(requests) or not _follows(requests[at - 1].header, requests[at].header):
+        if at == len(requests) or at - start == MAX_KEYS or not is_next(requests[at - 1], requests[at]):
             yield requests[start:at]
             start = at
 
 
-def _follows(first: BlockHeader, second: BlockHeader) -> bool:
-    is_same_place = (first.block.namespace, first.block.part) == (second.block.namespace, second.block.part)
-    return is_same_place and second.parent == first.block.key and second.depth == first.depth + 1
+def _is_written_next(first: WriteRequest, second: WriteRequest) -> bool:
+    one, other = first.header, second.header
+    is_same_place = (one.block.namespace, one.block.part) == (other.block.namespace, other.block.part)
+    return is_same_place and other.parent == one.block.key and other.depth == one.depth + 1
+
+
+def _is_read_next(first: ReadRequest, second: ReadRequest) -> bool:
+    one, other = first.block, second.block
+    is_same_place = (one.namespace, one.part) == (other.namespace, other.part)
+    return is_same_place and second.parent == one.key and second.depth == first.depth + 1
