@@ -1,8 +1,9 @@
 """Integrity of payloads: xxh3-64, taken in the same pass as the copy.
 
 xxHash finds damage; it never names anything (its collisions can be made on purpose). Copies go through NumPy
-64 KiB at a time, so that the checksum reads the bytes while they are in cache and the GIL is released for
-both: measured 15.9 GB/s for copy and checksum against 21 GB/s for the copy alone (2 cores).
+512 KiB at a time, so that the checksum reads the bytes while they are in cache and the GIL is released for
+both. Measured with benchmarks/copy_checksum.py on 2 cores, GB/s for 2 MiB blocks: 9.2 in steps of 64 KiB, 11.7
+of 512 KiB, 9.6 of 2 MiB, against 11.1 for the copy alone.
 """
 
 import numpy as np
@@ -14,7 +15,8 @@ from kvstore.errors import InvalidRequest
 ByteBuffer = memoryview | bytes | bytearray | npt.NDArray[np.uint8]
 """Contiguous bytes; a memoryview of any format is read as bytes."""
 
-_STEP_BYTES = 64 << 10
+STEP_BYTES = 512 << 10
+"""Bytes copied before they are summed."""
 
 
 def as_bytes_array(buffer: ByteBuffer) -> npt.NDArray[np.uint8]:
@@ -29,7 +31,7 @@ def checksum(buffer: ByteBuffer) -> int:
     return xxhash.xxh3_64_intdigest(as_bytes_array(buffer))  # type: ignore[arg-type]  # takes any buffer
 
 
-def copy_with_checksum(destination: ByteBuffer, source: ByteBuffer) -> int:
+def copy_with_checksum(destination: ByteBuffer, source: ByteBuffer, *, step_bytes: int = STEP_BYTES) -> int:
     """Copy ``source`` to ``destination`` and return the xxh3-64 of what arrived there.
 
     Raises:
@@ -39,8 +41,8 @@ def copy_with_checksum(destination: ByteBuffer, source: ByteBuffer) -> int:
     if len(target) != len(origin):
         raise InvalidRequest(f"copy: source has {len(origin)} bytes, destination {len(target)}")
     digest = xxhash.xxh3_64()
-    for start in range(0, len(origin), _STEP_BYTES):
-        window = target[start : start + _STEP_BYTES]
-        np.copyto(window, origin[start : start + _STEP_BYTES])
+    for start in range(0, len(origin), step_bytes):
+        window = target[start : start + step_bytes]
+        np.copyto(window, origin[start : start + step_bytes])
         digest.update(window)  # type: ignore[arg-type]  # takes any buffer
     return digest.intdigest()

@@ -179,7 +179,9 @@ async def test_a_flipped_byte_is_never_served_and_the_block_is_dropped(
 
     buffers = np.zeros_like(payloads)
     fetched = await face.fetch_into(chain, buffers)
-    await face.ping()
+    # The store looks at the reported block itself, and then drops it.
+    while (await face.match(chain)).blocks != 3:
+        pass
     put = await face.put(chain, payloads)
     repaired = await face.get(chain)
 
@@ -233,14 +235,16 @@ def _num_arena_mappings() -> int:
 async def test_the_arena_of_a_dead_server_is_let_go(
     face: Face, store: StoreProcess, chain: PrefixChain, payloads: Payloads
 ) -> None:
+    await face.put(chain, payloads)
+    before = _num_arena_mappings()
+
     for _ in range(3):
-        await face.put(chain, payloads)
         store.kill()
         store.start()
         await face.ping()
-        await face.match(chain)
+        await face.put(chain, payloads)
 
-    assert _num_arena_mappings() == 2
+    assert _num_arena_mappings() == before
 
 
 @pytest.mark.parametrize("timeout_s", [-1.0, float("nan")])
