@@ -128,9 +128,10 @@ class ReadStatus(enum.Enum):
 
 
 class WriteStatus(enum.Enum):
-    """How the write of one copy ended."""
+    """How the write of one copy ended. NOT_ADMITTED: the tier's write budget says not yet."""
 
     OK = "ok"
+    NOT_ADMITTED = "not_admitted"
     FULL = "full"
     REFUSED = "refused"
     TIMED_OUT = "timed_out"
