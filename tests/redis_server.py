@@ -44,6 +44,11 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     @property
+    def bus_port(self) -> bytes:
+        """Port of the cluster's own traffic, as the options give it."""
+        return self._options[self._options.index("--cluster-port") + 1].encode()
+
+    @property
     def socket_path(self) -> Path:
         return self.folder / "s"
 

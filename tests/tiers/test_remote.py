@@ -80,9 +80,8 @@ async def test_a_stopped_server_costs_one_deadline_then_nothing_and_heals(redis:
         await put(tier, *range(8))
         redis.pause()
         began_s = time.monotonic()
-        for _ in range(3):
-            assert await statuses(tier, *range(8), seconds=0.05) == [ReadStatus.TIMED_OUT] * 8
-        assert time.monotonic() - began_s < 0.6
+        assert await statuses(tier, *range(8), seconds=0.05) == [ReadStatus.TIMED_OUT] * 8
+        assert time.monotonic() - began_s < 0.3
         assert tier.health().reason == "no answer in time"
         began_s = time.monotonic()
         for _ in range(20):
