@@ -9,7 +9,6 @@ from tests.redis_server import RedisServer, free_port
 NUM_SLOTS = 16_384
 
 
-
 class RedisCluster:
     """``start`` returns when every node says that the cluster is well."""
 

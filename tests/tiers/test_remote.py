@@ -6,8 +6,7 @@ import random
 import ssl
 import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,15 +15,12 @@ from kvstore.errors import InvalidConfig
 from kvstore.testing import FakeClock
 from kvstore.tier import HEADER_BYTES, ReadStatus, WriteStatus
 from kvstore_tiers.remote import RemoteTier
-from kvstore_tiers.remote_session import KeyNames
 from kvstore_tiers.resp_address import RespAddress
 from tests.redis_server import RedisServer
-from tests.tiers.blocks import block_id, header, payload, to_read, to_write
+from tests.tiers.blocks import block_id, header, payload, to_read
+from tests.tiers.remote_calls import LENGTH, NAMES, opened, put, statuses, until_healed, within
 from tests.tiers.reply_proxy import Mangle, ReplyProxy
 from tests.tiers.tls_relay import TlsRelay
-
-LENGTH = 100_000
-NAMES = KeyNames("kvstore")
 
 
 @pytest.fixture
@@ -32,44 +28,6 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
     server = RedisServer(tmp_path / "redis").start()
     yield server
     server.stop()
-
-
-@asynccontextmanager
-async def opened(url: str, **options: object) -> AsyncIterator[RemoteTier]:
-    tier = RemoteTier(url, **{"timeout_s": 0.3, **options})  # type: ignore[arg-type]
-    await tier.open()
-    try:
-        yield tier
-    finally:
-        await tier.close()
-
-
-def within(seconds: float) -> float:
-    return time.monotonic() + seconds
-
-
-async def put(tier: RemoteTier, *numbers: int, length: int = LENGTH) -> list[WriteStatus]:
-    return await tier.write([to_write(number, length) for number in numbers], deadline_s=within(10))
-
-
-async def statuses(tier: RemoteTier, *numbers: int, seconds: float = 10) -> list[ReadStatus]:
-    requests = [to_read(number, LENGTH) for number in numbers]
-    outcomes = await tier.read(requests, deadline_s=within(seconds))
-    for number, request, outcome in zip(numbers, requests, outcomes, strict=True):
-        if outcome.status is ReadStatus.OK:
-            assert bytes(request.buffer[:LENGTH]) == payload(number, LENGTH)
-            assert outcome.header == header(number, payload(number, LENGTH))
-    return [outcome.status for outcome in outcomes]
-
-
-async def until_healed(tier: RemoteTier, number: int) -> list[ReadStatus]:
-    give_up_s = within(20)
-    while time.monotonic() < give_up_s:
-        found = await statuses(tier, number)
-        if found[0] in (ReadStatus.OK, ReadStatus.ABSENT):
-            return found
-        await asyncio.sleep(0.02)
-    raise AssertionError("did not heal")
 
 
 # A server that stops, dies, comes back, is full

@@ -1,9 +1,9 @@
 """What one thread does with one connection for one call of the remote tier: pipelined GET, SET, EXISTS, DEL.
 
 Each function takes a share of a call's requests, numbered by their place in the call, and fills in the
-outcome of each, so that what was answered before a fault counts. Where a cluster's node says that another one has the
-block, the outcome stays open and ``Tally.redirects`` says where to ask. All raise RespFault, after which the
-connection must be closed.
+outcome of each, so that what was answered before a fault counts. Where a cluster's node says that another one
+has the block, the outcome stays open and ``Tally.redirects`` says where to ask. All raise RespFault, after
+which the connection must be closed.
 
 In step. A GET's value names its block, and is verified. The replies to SET, EXISTS and DEL name nothing, so
 behind each batch of them goes a PING with a token, and they count when the token comes back in its place.
