@@ -54,11 +54,7 @@ class RedisServer:
 
     def start(self) -> "RedisServer":
         self.folder.mkdir(parents=True, exist_ok=True)
-        words = [find_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
-        words += ["--save", "", "--appendonly", "no", "--unixsocket", str(self.socket_path)]
-        words += ["--logfile", str(self.folder / "log"), *self._options]
-        if self.password:
-            words += ["--requirepass", self.password]
+        words = [find_binary(), *self.words()]
         self._process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         give_up_s = time.monotonic() + 20
         while True:
@@ -69,6 +65,15 @@ class RedisServer:
                 assert self._process.poll() is None, (self.folder / "log").read_text()
                 assert time.monotonic() < give_up_s, "the server does not answer"
                 time.sleep(0.01)
+
+    def words(self) -> list[str]:
+        """Arguments of the server."""
+        words = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
+        words += ["--save", "", "--appendonly", "no", "--unixsocket", str(self.socket_path)]
+        words += ["--logfile", str(self.folder / "log"), *self._options]
+        if self.password:
+            words += ["--requirepass", self.password]
+        return words
 
     def ask(self, *words: bytes) -> bytes:
         """Send one command on a connection of its own; returns the raw reply."""

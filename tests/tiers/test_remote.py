@@ -3,8 +3,6 @@
 import asyncio
 import logging
 import random
-import ssl
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +18,6 @@ from tests.redis_server import RedisServer
 from tests.tiers.blocks import block_id, header, payload, to_read
 from tests.tiers.remote_calls import LENGTH, NAMES, opened, put, statuses, until_healed, within
 from tests.tiers.reply_proxy import Mangle, ReplyProxy
-from tests.tiers.tls_relay import TlsRelay
 
 
 @pytest.fixture
@@ -368,18 +365,3 @@ async def test_a_name_that_does_not_resolve_is_a_fault_in_time() -> None:
     async with opened("redis://no-such-host.invalid:1/0", timeout_s=0.2) as tier:
         assert not tier.health().is_up
     assert time.monotonic() - began_s < 5
-
-
-async def test_tls_with_a_certificate_that_is_checked(redis: RedisServer, tmp_path: Path) -> None:
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    words = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
-    words += f" -addext subjectAltName=DNS:localhost -keyout {key} -out {certificate}"
-    await asyncio.to_thread(subprocess.run, words.split(), check=True, capture_output=True)
-    relay = TlsRelay(redis.port, certificate, key)
-    trusting = ssl.create_default_context(cafile=str(certificate))
-    async with opened(f"rediss://localhost:{relay.port}/0", tls=trusting, timeout_s=2) as tier:
-        assert await put(tier, *range(6)) == [WriteStatus.OK] * 6
-        assert await statuses(tier, *range(6)) == [ReadStatus.OK] * 6
-    async with opened(f"rediss://localhost:{relay.port}/0", timeout_s=2) as tier:
-        assert "certificate" in tier.health().reason.lower()
-    relay.stop()
