@@ -1,10 +1,10 @@
-"""The remote tier's own connection beside redis-py and a raw socket: GB/s and CPU seconds per GB, one connection.
+"""The remote tier's own connection beside redis-py and a raw socket: GB/s and CPU seconds per GB.
 
-Each way moves the same blocks to and from the same server: ``raw`` sends made-up commands and receives into a
-buffer without looking; ``own`` is the tier's connection, requests a few ahead of the replies as the tier does,
-without verification; ``redis-py`` is its GET and SET one by one (its pipelines are slower). ``tier`` is all of
-RemoteTier, with its threads and connections, header and checksum. Medians of interleaved runs; the CPU time is
-this process's.
+Each way moves the same blocks to and from the same server over one connection. ``raw`` sends made-up commands
+and receives into a buffer without looking; ``own`` is the tier's connection, requests a few ahead of the
+replies as in the tier, without verification; ``redis-py`` is its GET and SET one by one (pipelines are
+slower). ``tier`` is all of RemoteTier, with its threads and connections, header and checksum. Medians of
+interleaved runs; the CPU time is this process's.
 """
 
 import argparse

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvstore.log_limit import LimitedWarning
 from kvstore.tier import TierHealth
 from kvstore_tiers.breaker import CircuitBreaker
 from kvstore_tiers.jobs import Jobs
@@ -78,6 +79,7 @@ class RemoteNode:
         self._pings = Jobs(f"{settings.name}-ping", 1)
         self._healing: asyncio.Task[None] | None = None
         self._idle: list[RespConnection] = []
+        self._warning = LimitedWarning(_log, clock=settings.clock)
         self._silent_s = 0.0
         self._is_open = False
 
@@ -151,7 +153,7 @@ class RemoteNode:
         has_opened = self._breaker.failed(reason, is_timeout=is_silent)
         if has_opened:
             self._settings.count("breaker_opened")
-            _log.warning("%s: %s: not used for now: %s", self._settings.name, self.address, reason)
+            self._warning.warn("%s: %s: not used for now: %s", self._settings.name, self.address, reason)
             self._close_idle()
         if self._is_open and self._healing is None and not self._breaker.is_up():
             pause_s = 0.0 if has_opened and is_silent else self._breaker.delay_s
