@@ -127,9 +127,13 @@ class Loader:
         """
         state = self._state
         wanted = [item for item in located if self._needs_load(item.entry)]
+        within = len(wanted)
         if wanted:
-            await self._space.make_room_on_top(shelf.length_bytes, len(wanted), deadline_s=deadline_s)
-            self._start_loads(shelf, wanted, deadline_s)
+            within = await self._space.fit_quota_on_top(shelf, len(wanted), deadline_s=deadline_s)
+            await self._space.make_room_on_top(
+                shelf.length_bytes, within, deadline_s=deadline_s, by=shelf.namespace
+            )
+            self._start_loads(shelf, wanted[:within], deadline_s)
         loads = [item.entry.loading for item in located]
         waiting = [load for load in loads if load is not None]
         if waiting:
@@ -138,7 +142,7 @@ class Loader:
             if item.entry.is_ready(state.top.name):
                 continue
             if load is None:
-                return index, MissReason.NO_ROOM
+                return index, MissReason.NO_ROOM if within == len(wanted) else MissReason.QUOTA
             return index, _miss_reason(load.result()) if load.done() else MissReason.TIMED_OUT
         return len(located), None
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from kvstore.checksum import checksum
 from kvstore.directory import BlockEntry, Copy, CopyState
+from kvstore.keys import NamespaceDigest
 from kvstore.miss import MissReason
 from kvstore.space import Space
 from kvstore.state import State
@@ -148,15 +149,16 @@ class Mover:
 
     async def _write_batch(self, tier: Tier, batch: list[tuple[BlockEntry, bool]]) -> None:
         state = self._state
-        by_length: dict[int, list[tuple[BlockEntry, bool]]] = {}
+        groups: dict[tuple[int, NamespaceDigest], list[tuple[BlockEntry, bool]]] = {}
         for entry, is_demotion in batch:
             if tier.name in entry.copies:
                 continue
             if not entry.is_ready(state.top.name):
                 state.counters.write_drops[f"{tier.name}/left_top"] += 1
                 continue
-            by_length.setdefault(entry.length_bytes, []).append((entry, is_demotion))
-        for length, group in by_length.items():
+            alike = (entry.length_bytes, entry.shelf.namespace)
+            groups.setdefault(alike, []).append((entry, is_demotion))
+        for (length, _), group in groups.items():
             # A tier is never asked to empty itself for one batch.
             limit = max(1, tier.capacity_bytes // (4 * length)) if tier.capacity_bytes else len(group)
             for start in range(0, len(group), limit):
@@ -171,7 +173,8 @@ class Mover:
                 state.hold(entry, held)
                 state.directory.set_copy(entry, tier.name, Copy(CopyState.WRITING))
             try:
-                has_room = await self._space.make_room_below(tier, length, len(group))
+                namespace = entries[0].shelf.namespace
+                has_room = await self._space.make_room_below(tier, length, len(group), by=namespace)
                 statuses = (
                     await self._transfer(tier, length, entries)
                     if has_room
@@ -183,7 +186,9 @@ class Mover:
         for entry, is_demotion in group:
             # Also when the write failed: whoever waits for the slot cannot wait for a tier that refuses.
             if is_demotion and entry.may_leave(state.top.name):
-                state.forget_copy(entry, state.top.name, MissReason.EVICTED)
+                refused = statuses[entries.index(entry)] is WriteStatus.NOT_ADMITTED
+                reason = MissReason.NOT_ADMITTED if refused else MissReason.EVICTED
+                state.forget_copy(entry, state.top.name, reason)
                 state.counters.evictions[f"{state.top.name}/demoted"] += 1
 
     async def _transfer(self, tier: Tier, length: int, entries: list[BlockEntry]) -> list[WriteStatus]:

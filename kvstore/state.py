@@ -2,15 +2,29 @@
 
 import asyncio
 import contextlib
+import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.counters import Counters
-from kvstore.directory import BlockEntry, Copy, CopyState, Directory
+from kvstore.directory import BlockEntry, Copy, CopyState, Directory, Gone
+from kvstore.keys import NamespaceDigest
 from kvstore.lease import LeaseTable
 from kvstore.miss import MissReason
 from kvstore.policy import EvictionPolicy
 from kvstore.tier import Slot, SlotTier, Tier
+
+
+class WriteMode(enum.Enum):
+    """When a block is written to the tiers below the top one.
+
+    THROUGH: as soon as it is stored. BACK: when it leaves the top tier, or at the end. SECOND_HIT: when it
+    is used again; one that leaves before was not admitted, and is gone.
+    """
+
+    THROUGH = "through"
+    BACK = "back"
+    SECOND_HIT = "second_hit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +32,9 @@ class ManagerSettings:
     """What a manager is told; see ``docs/configuration.md`` for the meaning and the defaults.
 
     ``lease_s`` may be infinite where the owner lives in the same process. ``load_patience_s`` bounds how
-    long a load goes on for later use after those who asked for it gave up.
+    long a load goes on for later use after those who asked for it gave up. ``namespace_quota_ratio`` is the
+    share of each tier that one namespace may fill, ``pin_budget_ratio`` the share of the top tier it may
+    lease.
     """
 
     timeout_s: float = 0.05
@@ -30,6 +46,9 @@ class ManagerSettings:
     load_batch_blocks: int = 32
     write_timeout_s: float = 10.0
     load_patience_s: float = 1.0
+    write_mode: WriteMode = WriteMode.THROUGH
+    namespace_quota_ratio: float = 1.0
+    pin_budget_ratio: float = 1.0
 
 
 @dataclass(slots=True)
@@ -56,6 +75,16 @@ class State:
     def has_lower_copy(self, entry: BlockEntry) -> bool:
         """Whether any tier below the top is believed to have a READY copy."""
         return any(entry.is_ready(tier.name) for tier in self.lower)
+
+    def deadline_s(self, timeout_s: float | None) -> float:
+        """Return the instant a call that may take ``timeout_s`` (None: the default) must end at."""
+        return self.clock() + (self.settings.timeout_s if timeout_s is None else timeout_s)
+
+    def free_slots(self, slots: Sequence[Slot]) -> None:
+        """Give slots of the top tier back."""
+        if slots:
+            self.top.free(slots)
+            self.freed.set()
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[list[BlockEntry]]:
@@ -115,9 +144,21 @@ class State:
         if tier in self.policies:
             self.policies[tier].insert([entry.name])
 
-    def forget_copy(self, entry: BlockEntry, tier: str, reason: MissReason | None) -> None:
-        """Remove a copy from directory and policy, and free its slot if it was in the top tier."""
-        copy = self.directory.remove_copy(entry, tier, reason)
+    def forget_copy(
+        self,
+        entry: BlockEntry,
+        tier: str,
+        reason: MissReason | None,
+        *,
+        by: NamespaceDigest | None = None,
+    ) -> None:
+        """Remove a copy from directory and policy, and free its slot if it was in the top tier.
+
+        ``reason`` is remembered if it was the last copy (None: it never was READY); ``by`` names the
+        namespace that needed the room.
+        """
+        gone = None if reason is None else Gone(reason, tier, self.clock(), by)
+        copy = self.directory.remove_copy(entry, tier, gone)
         if tier in self.policies:
             self.policies[tier].remove(entry.name)
         if tier == self.top.name and copy.slot is not None:
