@@ -1,54 +1,16 @@
 """Explaining a chain block by block: what is stored where, and since when and why the rest is not."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvstore.directory import BlockEntry, Gone, Shelf
 from kvstore.keys import BlockKey, PrefixChain
 from kvstore.miss import MissReason
+from kvstore.results import BlockReport
 from kvstore.state import State
 
 MAX_SIBLINGS = 1000
 """Siblings are counted up to here."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockReport:
-    """What is known of one block of a chain.
-
-    ``tiers`` have a READY copy. Of one that is stored nowhere, ``reason`` says why; ``gone_tier``,
-    ``gone_s`` (seconds ago) and ``pressed_by`` (first 12 hex digits of the namespace that needed the room)
-    are known if it was stored before. ``siblings`` are stored blocks with the same parent: where there are
-    some, another prompt went on differently from here.
-    """
-
-    index: int
-    key: BlockKey
-    tiers: tuple[str, ...]
-    reason: MissReason | None
-    is_leased: bool = False
-    gone_tier: str = ""
-    gone_s: float | None = None
-    pressed_by: str = ""
-    siblings: int = 0
-
-    def as_dict(self) -> dict[str, object]:
-        """Return a JSON-ready form; fields that say nothing are left out."""
-        report: dict[str, object] = {
-            "index": self.index,
-            "key": self.key.hex(),
-            "tiers": list(self.tiers),
-            "reason": None if self.reason is None else self.reason.value,
-        }
-        if self.is_leased:
-            report["is_leased"] = True
-        if self.gone_s is not None:
-            report |= {"gone_from": self.gone_tier, "gone_s": round(self.gone_s, 3)}
-        if self.pressed_by:
-            report["pressed_by"] = self.pressed_by
-        if self.siblings:
-            report["siblings"] = self.siblings
-        return report
 
 
 def explain(

@@ -11,7 +11,7 @@ from kvstore.directory import BlockEntry, Directory, Shelf
 from kvstore.epoch_file import EpochFile
 from kvstore.epochs import EpochKeeper
 from kvstore.errors import InvalidRequest
-from kvstore.explain import BlockReport, explain
+from kvstore.explain import explain
 from kvstore.inspection import check_manager, check_top_copies
 from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
@@ -20,7 +20,7 @@ from kvstore.miss import MissReason
 from kvstore.mover import Mover
 from kvstore.policy import EvictionPolicy, LruPolicy
 from kvstore.putting import Putter
-from kvstore.results import Fetched, FetchedBlock, LeaseId, Owner, PrefixMatch, Reserved
+from kvstore.results import BlockReport, Fetched, FetchedBlock, LeaseId, Owner, PrefixMatch, Reserved
 from kvstore.space import Space
 from kvstore.state import ManagerSettings, State, WriteMode
 from kvstore.tier import Slot, SlotTier, Tier
