@@ -5,9 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.config import Config, RemoteConfig, SsdConfig
+from kvstore.epoch_file import EpochFile
 from kvstore.manager import BlockManager
 from kvstore.policy import policy_named
-from kvstore.state import ManagerSettings
+from kvstore.state import ManagerSettings, WriteMode
 from kvstore.tier import Tier
 from kvstore_tiers.dram import DramTier
 
@@ -45,9 +46,20 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
         low_water_ratio=config.store.low_water_ratio,
         write_queue_blocks=config.store.write_queue_blocks,
         write_batch_blocks=config.store.write_batch_blocks,
+        write_mode=WriteMode(config.store.write_mode),
+        namespace_quota_ratio=config.store.namespace_quota_ratio,
+        pin_budget_ratio=config.store.pin_budget_ratio,
     )
     new_policy = policy_named(config.store.policy)
-    return Store(BlockManager(dram, lower, settings=settings, new_policy=new_policy, clock=clock), dram)
+    manager = BlockManager(
+        dram,
+        lower,
+        settings=settings,
+        new_policy=new_policy,
+        epoch_file=None if config.ssd is None else EpochFile(config.ssd.path / "epochs"),
+        clock=clock,
+    )
+    return Store(manager, dram)
 
 
 def _ssd_tier(config: SsdConfig) -> Tier:

@@ -22,7 +22,7 @@ from kvstore.errors import InvalidRequest, ProtocolMismatch, ServerUnavailable
 from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
 from kvstore.messages import Answer, Failed, OpenNamespace
-from kvstore.results import PrefixMatch, PutResult
+from kvstore.results import BlockReport, PrefixMatch, PutResult
 from kvstore.server_address import parse_address
 from kvstore.transfer import Buffer, SlotReader, require_writable, split_buffers
 
@@ -256,6 +256,52 @@ class AsyncKVStore:
         return await self._control(
             lambda session: calls.drop_plan(session, chain, part), timeout_s, namespace=chain.namespace
         )
+
+    async def demote(
+        self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
+    ) -> int:
+        """Write blocks to a tier below and take them out of shared memory; returns how many left it.
+
+        Leased blocks, and those with a child there that is not among them, stay.
+
+        Raises:
+            ServerUnavailable: no server answers in time.
+        """
+        self._state.length_bytes(chain, part)
+        return await self._control(
+            lambda session: calls.demote_plan(session, chain, part), timeout_s, namespace=chain.namespace
+        )
+
+    async def why(
+        self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
+    ) -> list[BlockReport]:
+        """Explain block by block (the first 1000) where it is stored, or why, since when and by whom not.
+
+        Raises:
+            ServerUnavailable: no server answers in time.
+        """
+        self._state.length_bytes(chain, part)
+        return await self._control(
+            lambda session: calls.why_plan(session, chain, part), timeout_s, namespace=chain.namespace
+        )
+
+    async def advance_epoch(self, model: str, *, timeout_s: float | None = None) -> int:
+        """Make every block stored for a model so far unreachable, on all nodes; returns the new epoch.
+
+        To be called when the weights change in place. Engines then use ``namespace.at_epoch(epoch)``.
+
+        Raises:
+            ServerUnavailable: no server answers in time.
+        """
+        return await self._control(lambda _: calls.advance_epoch_plan(model), timeout_s)
+
+    async def namespaces(self, *, timeout_s: float | None = None) -> list[Namespace]:
+        """Return the namespaces that clients of the server opened, without their salts.
+
+        Raises:
+            ServerUnavailable: no server answers in time.
+        """
+        return await self._control(lambda _: calls.namespaces_plan(), timeout_s)
 
     async def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until everything put has been written through; False if time ran out.

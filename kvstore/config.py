@@ -94,6 +94,20 @@ class StoreConfig:
         ),
     )
     write_batch_blocks: int = _key(16, Rule("Blocks written to a slower tier at once.", Kind.COUNT, 1, 1024))
+    write_mode: str = _key(
+        "through",
+        Rule(
+            "When a block is written to slower tiers: at once, when it leaves memory, or when used again.",
+            Kind.CHOICE,
+            choices=("through", "back", "second_hit"),
+        ),
+    )
+    namespace_quota_ratio: float = _key(
+        1.0, Rule("Share of each tier that one namespace may fill.", Kind.RATIO, 0.01, 1)
+    )
+    pin_budget_ratio: float = _key(
+        1.0, Rule("Share of memory that one namespace may keep leased.", Kind.RATIO, 0.01, 1)
+    )
     policy: str = _key(
         "lru", Rule("Order in which blocks are evicted.", Kind.CHOICE, choices=("fifo", "lru"))
     )
