@@ -1,0 +1,20 @@
+"""Every kind of fault the drill knows."""
+
+from kvstore.drill import disk_faults, process_faults
+from kvstore.drill.fault import Fault
+
+
+def all_faults() -> tuple[Fault, ...]:
+    """Return one of each kind."""
+    return (
+        process_faults.KillUnderLoad(),
+        process_faults.KillDuringStart(),
+        process_faults.TerminateUnderLoad(),
+        process_faults.FreezeServer(),
+        disk_faults.SlabBitFlips(),
+        disk_faults.SlabForeignBlock(),
+        disk_faults.SlabTruncated(),
+        disk_faults.IndexBitFlips(),
+        disk_faults.FolderDeleted(),
+        disk_faults.DiskWriteErrors(),
+    )
