@@ -138,12 +138,14 @@ class Loader:
             if item.entry.is_ready(state.top.name):
                 continue
             if load is None:
-                return index, MissReason.NO_ROOM
+                is_damaged = state.top.name in item.entry.copies
+                return index, MissReason.CORRUPT if is_damaged else MissReason.NO_ROOM
             return index, _miss_reason(load.result()) if load.done() else MissReason.TIMED_OUT
         return len(located), None
 
     def _needs_load(self, entry: BlockEntry) -> bool:
-        return not entry.is_ready(self._state.top.name) and entry.loading is None
+        # A damaged copy that somebody still leases keeps its slot, and the block, until the lease ends.
+        return self._state.top.name not in entry.copies and entry.loading is None
 
     def _start_loads(self, shelf: Shelf, wanted: Sequence[Located], deadline_s: float) -> None:
         """Give as many leading blocks as there is room for a slot, and read them from where they are."""

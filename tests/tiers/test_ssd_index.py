@@ -14,13 +14,11 @@ CAPACITY = 1 << 20
 
 
 def break_meta_writes(folder: Path) -> None:
-    """Exchange the descriptor that LMDB writes meta pages through (it has O_DSYNC) for one that cannot write."""
-    data = str(folder / "data.mdb")
-    for name in os.listdir("/proc/self/fd"):
-        fd = int(name)
-        if not os.path.lexists(f"/proc/self/fd/{fd}") or os.readlink(f"/proc/self/fd/{fd}") != data:
-            continue
-        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DSYNC:
+    """Exchange the descriptor that LMDB writes meta pages through (O_DSYNC) for one that cannot write."""
+    data = folder / "data.mdb"
+    for link in list(Path("/proc/self/fd").iterdir()):
+        fd = int(link.name)
+        if link.is_symlink() and link.readlink() == data and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DSYNC:
             read_only = os.open(data, os.O_RDONLY)
             os.dup2(read_only, fd, inheritable=False)
             os.close(read_only)
