@@ -1,6 +1,6 @@
 """Every kind of fault the drill knows."""
 
-from kvstore.drill import client_faults, disk_faults, process_faults, remote_faults
+from kvstore.drill import client_faults, disk_faults, host_faults, process_faults, remote_faults
 from kvstore.drill.fault import Fault
 
 
@@ -19,4 +19,5 @@ def all_faults() -> tuple[Fault, ...]:
         disk_faults.DiskWriteErrors(),
         *remote_faults.remote_faults(),
         *client_faults.client_faults(),
+        *host_faults.host_faults(),
     )

@@ -74,7 +74,9 @@ class _FrozenClient(Fault):
         pause(self.lease_s + 0.3)
         stage.empty_dram()
         with Load(stage, num_threads=1):
-            pause(stage.rng.uniform(0.0, 0.1))
+            pause(stage.rng.uniform(0.0, 0.05))
+        for chain in stage.journal.durable_chains():
+            stage.get(chain)
         client.resume()
 
 
@@ -128,14 +130,17 @@ class StaleWriterScribbles(_FrozenClient):
 
     def inject(self, stage: Stage) -> None:
         """Freeze a writer past its time, and let it write anyway."""
-        chain = stage.new_chain(stage.rng.randint(2, 8))
+        chain, before = stage.new_chain(stage.rng.randint(2, 8)), stage.count_corrupt()
         with ClientPart(stage, "scribble", chain) as client:
             client.wait_ready()
             self.outlast(stage, client)
             said = client.go_on()
         if said["stored"]:
             stage.ledger.note_violation(f"a writer stored {said['stored']} blocks after its time")
+        for durable in stage.journal.durable_chains():
+            stage.get(durable)
         _drop_damaged(stage)
+        stage.ledger.note_effect(self.effect, stage.count_corrupt() - before)
 
 
 class SlotScribbled(Fault):

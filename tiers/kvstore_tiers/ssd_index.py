@@ -127,16 +127,25 @@ class SsdIndex:
         Raises:
             OSError, lmdb.Error: it cannot be opened, or the space cannot be had.
         """
+        index = cls.open_unreserved(folder, capacity_bytes=capacity_bytes)
+        try:
+            index._env.reader_check()
+            _reserve(folder / "data.mdb", index._map_bytes)
+        except BaseException:
+            index._env.close()
+            raise
+        return index
+
+    @classmethod
+    def open_unreserved(cls, folder: Path, *, capacity_bytes: int) -> "SsdIndex":
+        """Open or create the environment and take no space on disk: to examine what is there.
+
+        Raises:
+            OSError, lmdb.Error: it cannot be opened.
+        """
         map_bytes = map_size_bytes(capacity_bytes)
         folder.mkdir(mode=0o700, exist_ok=True)
-        environment = _open_environment(folder, map_bytes)
-        try:
-            environment.reader_check()
-            _reserve(folder / "data.mdb", map_bytes)
-        except BaseException:
-            environment.close()
-            raise
-        return cls(environment, folder, map_bytes)
+        return cls(_open_environment(folder, map_bytes), folder, map_bytes)
 
     def load(self) -> tuple[list[IndexRecord], list[bytes]]:
         """Return all sound records, and the keys of damaged ones.
