@@ -22,6 +22,7 @@ from kvstore.errors import InvalidRequest, ProtocolMismatch, ServerUnavailable
 from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
 from kvstore.messages import Answer, Failed, OpenNamespace
+from kvstore.outlasting import outlast
 from kvstore.results import BlockReport, PrefixMatch, PutResult
 from kvstore.server_address import parse_address
 from kvstore.transfer import Buffer, SlotReader, require_writable, split_buffers
@@ -80,21 +81,7 @@ class _CallSession:
         if work.size_bytes <= _INLINE_BYTES:
             return work.run(should_stop)
         running = asyncio.get_running_loop().run_in_executor(self._copiers, work.run, should_stop)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            is_abandoned.set()
-            await _settled(running)
-            raise
-
-
-async def _settled(running: "asyncio.Future[object]") -> None:
-    """Wait until a future is done, whatever else happens; it ends by itself within one block's copy."""
-    while not running.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait([running])
-    if not running.cancelled():
-        running.exception()
+        return await outlast(running, when_cancelled=is_abandoned.set)
 
 
 class AsyncKVStore:
