@@ -72,11 +72,14 @@ class _CallSession:
         return await self._copy(step)
 
     async def _copy(self, work: Work) -> object:
-        """Run a copy; when the caller is cancelled, stop it and wait until it touches no buffer any more."""
-        is_abandoned = threading.Event()
+        """Run a copy; when the caller is cancelled, stop it and wait until it touches no buffer any more.
+
+        A lost connection stops it too: what its slots were lent for has ended.
+        """
+        link, is_abandoned = self._link, threading.Event()
 
         def should_stop() -> bool:
-            return is_abandoned.is_set() or time.monotonic() >= self._deadline_s
+            return is_abandoned.is_set() or link.is_lost or time.monotonic() >= self._deadline_s
 
         if work.size_bytes <= _INLINE_BYTES:
             return work.run(should_stop)

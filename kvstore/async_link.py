@@ -91,6 +91,11 @@ class AsyncLink(asyncio.Protocol):
         except OSError:
             return False
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection has ended, as far as the loop knows. May be asked on any thread."""
+        return self._closed.is_set()
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin."""
         assert isinstance(transport, asyncio.Transport)

@@ -106,7 +106,10 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Step: run a function that copies. It gets a predicate: stop, time is up or nobody waits any more."""
+    """Step: run a function that copies.
+
+    It gets a predicate that says to stop: time is up, nobody waits any more, or the connection is lost.
+    """
 
     run: Callable[[Callable[[], bool]], object]
     size_bytes: int
@@ -319,7 +322,7 @@ def _copy_out(
         if end is ReadEnd.ALL:
             return None
         if end is ReadEnd.STOPPED:
-            return MissReason.TIMED_OUT
+            return MissReason.UNAVAILABLE if session.remaining_s() > 0 else MissReason.TIMED_OUT
         session.note_corrupt()
         if end is ReadEnd.DAMAGED:
             corrupt = ChainRef(about.chain[good : good + 1], about.part)

@@ -31,6 +31,9 @@ T = TypeVar("T")
 MAX_LINKS = 16
 """Connections one client holds at most; further threads wait their turn, within their call's time."""
 
+_LOOK_S = 0.001
+"""How often a copy under way looks whether its connection still stands."""
+
 
 class _CallSession:
     """One call on one connection."""
@@ -39,12 +42,19 @@ class _CallSession:
         self._link = link
         self._state = state
         self._deadline_s = deadline_s
+        self._next_look_s = 0.0
+        self._is_lost = False
 
     def remaining_s(self) -> float:
         return max(0.0, self._deadline_s - time.monotonic())
 
     def is_over(self) -> bool:
-        return time.monotonic() >= self._deadline_s
+        """Whether a copy should stop: time is up, or the connection is lost (seen within 1 ms)."""
+        now_s = time.monotonic()
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + _LOOK_S
+            self._is_lost = self._is_lost or self._link.is_lost
+        return self._is_lost or now_s >= self._deadline_s
 
     def reading_arena(self) -> SlotReader:
         if self._link.arena is None:

@@ -88,6 +88,17 @@ class Link:
         return False
 
     @property
+    def is_lost(self) -> bool:
+        """Whether the server has ended the connection. One system call; nothing is taken from the stream."""
+        try:
+            self._sock.settimeout(0)
+            return self._sock.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    @property
     def is_clean(self) -> bool:
         """Whether no exchange is half done."""
         return self._is_clean
