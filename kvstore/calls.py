@@ -20,9 +20,9 @@ from kvstore.errors import (
     InvalidRequest,
     KVStoreError,
     ProtocolMismatch,
-    ServerUnavailable,
     TierFull,
     TierUnavailable,
+    TimedOut,
 )
 from kvstore.keys import Namespace, PrefixChain
 from kvstore.layout import KVLayout, Part
@@ -70,10 +70,6 @@ WINDOW_BYTES = 128 << 20
 _MAX_WINDOW_BLOCKS = 1024
 _ANSWER_RESERVE_S = 0.002
 _MAX_REPORT_JSON = 1 << 20
-
-
-class TimedOut(ServerUnavailable):
-    """The server did not answer within the call's time."""
 
 
 @dataclass(frozen=True, slots=True)

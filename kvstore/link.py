@@ -13,8 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.arena_link import ArenaCache, MappedArena
-from kvstore.calls import TimedOut
-from kvstore.errors import ProtocolMismatch, ServerUnavailable
+from kvstore.errors import ProtocolMismatch, ServerUnavailable, TimedOut
 from kvstore.keys import NamespaceDigest
 from kvstore.messages import Answer, Failed, Hello, Request, Welcome, decode_answer, encode_message
 from kvstore.wire import Frame, FrameDecoder
