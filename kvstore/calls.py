@@ -20,9 +20,9 @@ from kvstore.errors import (
     InvalidRequest,
     KVStoreError,
     ProtocolMismatch,
-    ServerUnavailable,
     TierFull,
     TierUnavailable,
+    TimedOut,
 )
 from kvstore.keys import Namespace, PrefixChain
 from kvstore.layout import KVLayout, Part
@@ -72,10 +72,6 @@ _ANSWER_RESERVE_S = 0.002
 _MAX_REPORT_JSON = 1 << 20
 
 
-class TimedOut(ServerUnavailable):
-    """The server did not answer within the call's time."""
-
-
 @dataclass(frozen=True, slots=True)
 class FetchResult:
     """How many leading blocks were copied into the buffers, and where each came from.
@@ -106,7 +102,10 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Step: run a function that copies. It gets a predicate: stop, time is up or nobody waits any more."""
+    """Step: run a function that copies.
+
+    It gets a predicate that says to stop: time is up, nobody waits any more, or the connection is lost.
+    """
 
     run: Callable[[Callable[[], bool]], object]
     size_bytes: int
@@ -319,7 +318,7 @@ def _copy_out(
         if end is ReadEnd.ALL:
             return None
         if end is ReadEnd.STOPPED:
-            return MissReason.TIMED_OUT
+            return MissReason.UNAVAILABLE if session.remaining_s() > 0 else MissReason.TIMED_OUT
         session.note_corrupt()
         if end is ReadEnd.DAMAGED:
             corrupt = ChainRef(about.chain[good : good + 1], about.part)

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
-from kvstore.errors import InvalidRequest
+from kvstore.errors import NamespaceNotOpen
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest
 from kvstore.layout import Part
 from kvstore.miss import MissReason
@@ -177,12 +177,12 @@ class Directory:
         """Return the shelf of a part (None: the whole block) of an open namespace.
 
         Raises:
-            InvalidRequest: the namespace was not opened.
+            NamespaceNotOpen: the namespace was not opened, or has been forgotten.
             InvalidLayout: the part does not fit the namespace's layout.
         """
         known = self._namespaces.get(namespace)
         if known is None:
-            raise InvalidRequest(f"namespace {namespace.hex()[:12]} is not open: call open_namespace first")
+            raise NamespaceNotOpen(f"namespace {namespace.hex()[:12]} is not open: call open_namespace first")
         layout = known.layout
         part = part or layout.whole
         shelf = self._shelves.get((namespace, part))
