@@ -271,7 +271,7 @@ class Directory:
         if copy.is_counted:
             self._uncount_at_parent(entry, tier)
         if gone is not None and not entry.residency():
-            self._remember_gone(entry.name, gone)
+            self.remember_gone(entry.name, gone)
         self.prune(entry)
         return copy
 
@@ -336,7 +336,8 @@ class Directory:
         else:
             self._used_bytes.pop(about, None)
 
-    def _remember_gone(self, name: StorageKey, gone: Gone) -> None:
+    def remember_gone(self, name: StorageKey, gone: Gone) -> None:
+        """Remember why a block is not stored any more."""
         self._gone[name] = gone
         self._gone.move_to_end(name)
         if len(self._gone) > GONE_RECORDS:

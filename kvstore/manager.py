@@ -154,10 +154,10 @@ class BlockManager:
         state = self._state
         shelf = state.directory.shelf(chain.namespace, part)
         tiers: list[str] = []
-        entries = shelf.entries
+        entries, down = shelf.entries, state.down_tiers()
         for key in chain.keys:
             entry = entries.get(key)
-            if entry is None or entry.fastest is None:
+            if entry is None or entry.fastest is None or entry.fastest in down:
                 break
             tiers.append(entry.fastest)
         reason = None
@@ -412,14 +412,17 @@ class BlockManager:
     ) -> tuple[list[str], MissReason | None]:
         probed, trouble = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
         tiers: list[str] = []
+        state, down = self._state, self._state.down_tiers()
         for key in chain.keys:
             entry = shelf.entries.get(key)
-            if entry is not None and entry.fastest is not None:
-                tiers.append(entry.fastest)
+            fastest = None if entry is None else state.fastest(entry, down)
+            if fastest is not None:
+                tiers.append(fastest)
             elif key in probed:
                 tiers.append(probed[key][1])
             else:
-                gone = self._state.directory.why_gone(shelf.name(key))
+                is_down = entry is not None and entry.fastest is not None
+                gone = MissReason.UNAVAILABLE if is_down else state.directory.why_gone(shelf.name(key))
                 return tiers, trouble or gone
         return tiers, None
 
@@ -439,8 +442,11 @@ class BlockManager:
             for item in located[before:]:
                 state.hold(item.entry, held)
             if len(located) < len(chain):
-                reason = trouble or state.directory.why_gone(shelf.name(chain.keys[len(located)]))
-        num_ready, load_reason = await self._loader.load(shelf, located, deadline_s=deadline_s)
+                missing = shelf.entries.get(chain.keys[len(located)])
+                is_down = missing is not None and missing.fastest is not None
+                gone = state.directory.why_gone(shelf.name(chain.keys[len(located)]))
+                reason = trouble or (MissReason.UNAVAILABLE if is_down else gone)
+        num_ready, load_reason = await self._loader.load(shelf, located, held, deadline_s=deadline_s)
         return [item.origin for item in located[:num_ready]], load_reason or reason
 
     def _all_on_top(self, shelf: Shelf, chain: PrefixChain) -> list[BlockEntry] | None:

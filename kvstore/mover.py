@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from kvstore.checksum import checksum
 from kvstore.directory import BlockEntry, Copy, CopyState
 from kvstore.keys import NamespaceDigest
+from kvstore.log_limit import LimitedWarning
 from kvstore.miss import MissReason
 from kvstore.space import Space
 from kvstore.state import State
@@ -77,6 +78,7 @@ class Mover:
         self._workers: list[asyncio.Task[None]] = []
         self._space = Space(state, self)
         self._progress = asyncio.Event()
+        self._damage = LimitedWarning(logger, clock=state.clock)
 
     def start(self) -> None:
         """Start the workers."""
@@ -248,10 +250,10 @@ class Mover:
     def _condemn(self, entry: BlockEntry, slot: Slot) -> None:
         """Drop a top copy whose bytes no longer match their checksum."""
         state = self._state
+        if not entry.is_ready(state.top.name):
+            return  # another tier's worker found it before
         state.counters.corrupt[state.top.name] += 1
-        logger.warning(
-            "%s: a block's bytes in slot %s do not match their checksum: dropped", state.top.name, slot
-        )
+        self._damage.warn("%s: the bytes in slot %s do not match their checksum", state.top.name, slot)
         state.quarantine_top(entry)
 
     def _settle(self, tier: Tier, entry: BlockEntry, status: WriteStatus) -> None:
