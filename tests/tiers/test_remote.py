@@ -134,7 +134,10 @@ async def test_a_server_at_its_memory_limit_answers_full_and_still_serves(tmp_pa
 async def test_a_read_only_replica_is_unavailable_for_writes(redis: RedisServer, tmp_path: Path) -> None:
     replica = RedisServer(tmp_path / "replica", "--replicaof", f"127.0.0.1 {redis.port}").start()
     async with opened(replica.url) as tier:
-        assert await put(tier, 1) == [WriteStatus.UNAVAILABLE]
+        for _ in range(5):
+            assert await put(tier, 1) == [WriteStatus.UNAVAILABLE]
+        assert tier.health().is_up
+        assert await statuses(tier, 1) == [ReadStatus.ABSENT]
     replica.stop()
 
 
@@ -146,14 +149,23 @@ async def test_a_user_who_may_not_write_is_refused(redis: RedisServer) -> None:
         assert tier.counters["refused"] == 1
 
 
-async def test_five_commands_are_all_the_rights_it_needs(redis: RedisServer) -> None:
-    redis.ask(b"ACL", b"SETUSER", b"kv", b"on", b">pw", b"~kvstore:*", b"+get", b"+set", b"+del", b"+exists")
+@pytest.mark.parametrize("more", [[b"+ping"], []], ids=["with ping", "without ping"])
+async def test_five_commands_are_all_the_rights_it_needs(redis: RedisServer, more: list[bytes]) -> None:
+    rights = [b"+get", b"+set", b"+del", b"+exists", *more]
+    redis.ask(b"ACL", b"SETUSER", b"kv", b"reset", b"on", b">pw", b"~kvstore:*", *rights)
+    for words in ([b"EVAL", b"return 1", b"0"], [b"CONFIG", b"GET", b"*"], [b"KEYS", b"*"], [b"FLUSHALL"]):
+        assert b"no permissions" in redis.ask(b"ACL", b"DRYRUN", b"kv", *words)
+    assert b"no permissions" in redis.ask(b"ACL", b"DRYRUN", b"kv", b"GET", b"other:key")
     async with opened(f"redis://kv@127.0.0.1:{redis.port}/0", password="pw", ttl_s=60) as tier:
         assert await put(tier, 1) == [WriteStatus.OK]
         assert await statuses(tier, 1) == [ReadStatus.OK]
         assert (await tier.probe([block_id(1)], deadline_s=within(5))).tiers == ["remote"]
         await tier.drop([block_id(1)])
         assert await statuses(tier, 1) == [ReadStatus.ABSENT]
+        redis.pause()
+        assert await statuses(tier, 1, seconds=0.05) == [ReadStatus.TIMED_OUT]
+        redis.resume()
+        assert await until_healed(tier, 1) == [ReadStatus.ABSENT]
 
 
 async def test_a_time_to_live_is_set_on_the_server(redis: RedisServer) -> None:

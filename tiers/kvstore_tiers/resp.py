@@ -139,7 +139,8 @@ class RespConnection:
         except TimeoutError as error:
             _close(stream)
             raise RespFault("connecting took too long", silent_s=clock() - began_s) from error
-        except (OSError, UnicodeError) as error:
+        except (OSError, ValueError) as error:
+            # ValueError: a host that no resolver could take.
             _close(stream)
             raise RespFault(f"cannot connect: {_reason(error)}") from error
         except RespFault:
@@ -381,7 +382,7 @@ def _connected(places: Sequence[SocketAddress], until_s: float, clock: Callable[
     raise failure
 
 
-def _reason(error: OSError | UnicodeError) -> str:
+def _reason(error: OSError | ValueError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not accepted: {error.verify_message}"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
