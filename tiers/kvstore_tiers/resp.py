@@ -273,7 +273,6 @@ class RespConnection:
                 raise RespFault(f"the server refused the login: {reply.code}")
 
     def _reply(self, budget: "_Budget", depth: int, deadline_s: float) -> "Reply":
-        budget.items += 1
         kind, text = self._line(deadline_s)
         if kind == b"+":
             return text
@@ -289,6 +288,7 @@ class RespConnection:
             self._read_exactly(memoryview(word), deadline_s)
             return bytes(word[:-2]).decode("utf-8", "replace")
         if kind == b"*" and depth and 0 <= number <= _REPLY_MAX_ITEMS - budget.items:
+            budget.items += number
             return [self._reply(budget, depth - 1, deadline_s) for _ in range(number)]
         raise RespFault(f"unexpected reply of type {kind!r} and length {number}")
 
@@ -356,7 +356,7 @@ class RespConnection:
 
 @dataclass(slots=True)
 class _Budget:
-    """How much of a reply was read."""
+    """How many items a reply has announced so far."""
 
     items: int = 0
 
