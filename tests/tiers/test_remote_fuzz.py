@@ -41,6 +41,8 @@ class Walk:
         self._dice = random.Random(seed)
 
     async def step(self) -> None:
+        # While the breaker is open there is nothing to be wrong.
+        await until(lambda: self.tier.health().is_up)
         numbers = self._dice.sample(range(100), BATCH)
         began_s = time.monotonic()
         deadline_s = began_s + DEADLINE_S
