@@ -29,7 +29,7 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
         InvalidConfig: the remote tier's password cannot be had.
     """
     dram = DramTier(
-        capacity_bytes=config.dram.capacity_bytes + config.dram.staging_bytes,
+        capacity_bytes=config.dram.capacity_bytes,
         staging_bytes=config.dram.staging_bytes,
         is_locked=config.dram.lock_memory,
     )

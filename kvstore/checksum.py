@@ -28,6 +28,8 @@ def as_bytes_array(buffer: ByteBuffer) -> npt.NDArray[np.uint8]:
 
 def checksum(buffer: ByteBuffer) -> int:
     """Return the xxh3-64 of the bytes."""
+    if isinstance(buffer, bytes):
+        return xxhash.xxh3_64_intdigest(buffer)
     return xxhash.xxh3_64_intdigest(as_bytes_array(buffer))  # type: ignore[arg-type]  # takes any buffer
 
 

@@ -51,10 +51,10 @@ class Loader:
         self._write_through = write_through
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def stop(self) -> None:
-        """Wait for loads under way: their buffers are in use until they end."""
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+    async def stop(self, *, patience_s: float) -> None:
+        """Wait for loads under way, up to ``patience_s`` seconds: closing their tier ends the others."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=patience_s)
 
     @property
     def num_loads(self) -> int:
@@ -128,7 +128,10 @@ class Loader:
         state = self._state
         wanted = [item for item in located if self._needs_load(item.entry)]
         if wanted:
-            await self._space.make_room_on_top(shelf.length_bytes, len(wanted), deadline_s=deadline_s)
+            # Where staging takes them all, nobody waits for demotions.
+            is_staged = state.top.has_staging_room(shelf.length_bytes, len(wanted))
+            patience_s = state.clock() if is_staged else deadline_s
+            await self._space.make_room_on_top(shelf.length_bytes, len(wanted), deadline_s=patience_s)
             self._start_loads(shelf, wanted, deadline_s)
         loads = [item.entry.loading for item in located]
         waiting = [load for load in loads if load is not None]
@@ -150,7 +153,7 @@ class Loader:
         state = self._state
         # Room was made across an await: others may have loaded the block, or taken the room.
         todo = [item for item in wanted if self._needs_load(item.entry)]
-        slots = state.take_slots(shelf.length_bytes, len(todo))
+        slots = state.take_load_slots(shelf.length_bytes, len(todo))
         by_source: dict[str, list[tuple[Located, Slot]]] = {}
         for item, slot in zip(todo, slots, strict=False):
             assert item.source is not None, "a block that needs a load has no source"

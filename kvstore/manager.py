@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from kvstore.directory import BlockEntry, Copy, CopyState, Directory, Shelf
 from kvstore.errors import InvalidRequest, TierFull
+from kvstore.garbage import garbage_collection_paused
 from kvstore.inspection import check_manager, check_top_copies
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
@@ -15,6 +16,7 @@ from kvstore.loading import Loader
 from kvstore.miss import MissReason
 from kvstore.mover import Mover
 from kvstore.policy import EvictionPolicy, LruPolicy
+from kvstore.recency import Uses
 from kvstore.results import Fetched, FetchedBlock, LeaseId, Owner, PrefixMatch, Reserved, ReservedSlot
 from kvstore.space import Space
 from kvstore.state import ManagerSettings, State
@@ -24,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 _SWEEP_S = 0.25
 """How often expired leases are looked for when no call does it."""
+
+_STUCK_AFTER_S = 1.0
+"""How long ``close`` waits for moves under way before it leaves them to their tier, which abandons them."""
 
 
 class BlockManager:
@@ -64,6 +69,7 @@ class BlockManager:
         self._mover = Mover(self._state)
         self._space = Space(self._state, self._mover)
         self._loader = Loader(self._state, self._space, self._mover.write_through)
+        self._uses = Uses(self._state)
         self._maintenance: list[asyncio.Task[None]] = []
         self._needs_aging = asyncio.Event()
 
@@ -96,8 +102,9 @@ class BlockManager:
             task.cancel()
         await asyncio.gather(*self._maintenance, return_exceptions=True)
         self._maintenance = []
-        await self._mover.stop()
-        await self._loader.stop()
+        await self._mover.stop(patience_s=_STUCK_AFTER_S)
+        await self._loader.stop(patience_s=_STUCK_AFTER_S)
+        await self._uses.tell()
         for tier in reversed(self._state.all_tiers()):
             await tier.close()
 
@@ -376,13 +383,12 @@ class BlockManager:
     async def _learn(self, tier: Tier) -> None:
         """File what a tier holds from an earlier run; what contradicts the directory is dropped."""
         state = self._state
-        strangers = []
-        for header in await tier.scan():
-            entry = state.directory.adopt(header, tier.name)
-            if entry is None:
-                strangers.append(header.block)
-            else:
-                state.policies[tier.name].insert([entry.name])
+        headers = await tier.scan()
+        with garbage_collection_paused():
+            names, strangers = state.directory.adopt(headers, tier.name)
+            if names:
+                # One "chain" whose first block is the most recently used: policies insert from the back.
+                state.policies[tier.name].insert(names[::-1])
         if strangers:
             logger.warning("%s: %d blocks contradict their namespace: dropped", tier.name, len(strangers))
             await tier.drop(strangers)
@@ -484,6 +490,7 @@ class BlockManager:
             blocks = tuple(map(self._fetched, entries, origins))
         for policy in state.policies.values():
             policy.touch([entry.name for entry in entries])
+        self._uses.note(entries)
         state.counters.fetch.count(len(chain), origins, reason)
         return Fetched(blocks, lease, reason)
 
@@ -495,7 +502,9 @@ class BlockManager:
 
     def _touch(self, shelf: Shelf, chain: PrefixChain, num_blocks: int) -> None:
         entries = shelf.entries
-        names = [entries[key].name for key in chain.keys[:num_blocks] if key in entries]
+        used = [entries[key] for key in chain.keys[:num_blocks] if key in entries]
+        self._uses.note(used)
+        names = [entry.name for entry in used]
         for policy in self._state.policies.values():
             policy.touch(names)
 
@@ -535,8 +544,9 @@ class BlockManager:
             await asyncio.sleep(_SWEEP_S)
             try:
                 self.expire()
+                await self._uses.tell()
             except Exception:
-                logger.exception("ending expired leases failed")
+                logger.exception("ending expired leases, or telling tiers of uses, failed")
 
     def expire(self) -> None:
         """End leases and lendings that are past their deadline; runs by itself several times a second."""

@@ -103,6 +103,13 @@ class State:
             slots += self.top.allocate(length_bytes)
         return slots
 
+    def take_load_slots(self, length_bytes: int, count: int) -> list[Slot]:
+        """Allocate up to ``count`` slots for blocks that come up, staging included: as many as there are."""
+        slots = self.take_slots(length_bytes, count)
+        while len(slots) < count and self.top.has_staging_room(length_bytes):
+            slots += self.top.allocate_staging(length_bytes)
+        return slots
+
     def publish_top(self, entries: Sequence[BlockEntry]) -> None:
         """Tell the policy of entries of one chain whose top copies became READY."""
         for entry in entries:

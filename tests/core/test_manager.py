@@ -62,9 +62,9 @@ class Harness:
 
 
 @contextlib.asynccontextmanager
-async def running(*lower, blocks=16, **settings):
+async def running(*lower, blocks=16, staging_blocks=0, **settings):
     # Pages of one extent: a small arena takes one slot size only.
-    dram = DramTier(capacity_bytes=blocks * BLOCK_BYTES)
+    dram = DramTier(capacity_bytes=blocks * BLOCK_BYTES, staging_bytes=staging_blocks * BLOCK_BYTES)
     manager = BlockManager(dram, lower, settings=ManagerSettings(timeout_s=1.0, **settings))
     await manager.open()
     manager.open_namespace(SPACE)
@@ -260,6 +260,25 @@ async def test_a_leased_block_is_never_evicted():
         assert (await store.manager.match(chain)).blocks == 4
         assert store.manager.stats()["puts_blocks"]["dropped"] == 2
         store.manager.release(fetched.lease)
+
+
+async def test_blocks_on_disk_are_served_while_all_of_dram_is_leased():
+    disk = GatedTier("ssd")
+    async with running(disk, blocks=4, staging_blocks=4) as store:
+        cold = SPACE.chain(range(100, 116))
+        await store.put(cold)
+        await store.manager.flush(timeout_s=5)
+        hot = SPACE.chain(range(16))
+        await store.put(hot)
+        fetched = await store.manager.fetch(hot, owner=store.owner)
+        assert store.dram.used_bytes == store.dram.capacity_bytes
+
+        assert await store.fetch(cold) == (["ssd"] * 4, None)
+
+        assert (await store.manager.match(hot)).tiers == ("dram",) * 4
+        store.manager.release(fetched.lease)
+        await store.manager._space.age()
+        assert store.dram.used_bytes < store.dram.capacity_bytes
 
 
 async def test_an_expired_lease_protects_no_more():
