@@ -52,13 +52,21 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
 
 def _ssd_tier(config: SsdConfig) -> Tier:
     # Only a store with such a tier needs its package.
-    from kvstore_tiers.ssd import SsdTier
+    from kvstore_tiers.ssd import Numbers, SsdTier
+    from kvstore_tiers.ssd_array import SsdArray
 
-    return SsdTier(
-        config.path,
-        capacity_bytes=config.capacity_bytes,
-        io_threads=config.io_threads,
-    )
+    numbers = Numbers()
+    disks = [
+        SsdTier(
+            folder,
+            capacity_bytes=config.capacity_bytes,
+            io_threads=config.io_threads,
+            write_budget_bytes_per_day=config.write_budget_bytes_per_day,
+            numbers=numbers,
+        )
+        for folder in config.folders
+    ]
+    return disks[0] if len(disks) == 1 else SsdArray(disks)
 
 
 def _remote_tier(config: RemoteConfig, clock: Callable[[], float]) -> Tier:

@@ -6,6 +6,7 @@ leave. Children leave before parents, and nothing that is leased or held leaves 
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,13 +34,22 @@ class Departures:
 
 
 def plan_departures(
-    state: State, tier: str, *, wanted_blocks: int, must_demote: Callable[[BlockEntry], bool]
+    state: State,
+    tier: str,
+    *,
+    wanted_blocks: int,
+    must_demote: Callable[[BlockEntry], bool],
+    enough_bytes: float = math.inf,
 ) -> Departures:
-    """Name about ``wanted_blocks`` entries to leave a tier, in its policy's order, children first."""
+    """Name about ``wanted_blocks`` entries to leave a tier, in its policy's order, children first.
+
+    Fewer if their payloads come to ``enough_bytes``.
+    """
     leaving: list[BlockEntry] = []
     demoting: list[BlockEntry] = []
     planned_children: dict[BlockEntry, int] = {}
     passed_over: set[BlockEntry] = set()
+    planned_bytes = 0
     for name in state.policies[tier].candidates():
         entry = state.directory.find(name)
         while entry is not None:
@@ -48,12 +58,14 @@ def plan_departures(
                 passed_over.add(entry)
                 break
             (demoting if must_demote(entry) else leaving).append(entry)
+            planned_bytes += entry.length_bytes
             parent = _counting_parent(entry, tier)
             if parent is not None:
                 planned_children[parent] = planned_children.get(parent, 0) + 1
             # A parent that came before its child in the order gets its turn as soon as the child is named.
             entry = parent if parent in passed_over else None
-        if len(leaving) + len(demoting) >= wanted_blocks:
+        planned = len(leaving) + len(demoting)
+        if planned >= wanted_blocks or planned_bytes >= enough_bytes:
             break
     return Departures(tuple(leaving), tuple(demoting))
 
@@ -98,7 +110,7 @@ class Space:
         state = self._state
         low = state.settings.low_water_ratio * state.top.capacity_bytes
         while state.top.used_bytes > low:
-            num_left, demoting = self._leave_top(_PLAN_BLOCKS)
+            num_left, demoting = self._leave_top(_PLAN_BLOCKS, enough_bytes=state.top.used_bytes - low)
             if num_left:
                 await asyncio.sleep(0)
                 continue
@@ -144,11 +156,17 @@ class Space:
         await self.drop_copies(tier, entries, MissReason.EVICTED)
         self._state.counters.evictions[f"{tier.name}/space"] += len(entries)
 
-    def _leave_top(self, wanted_blocks: int) -> tuple[int, tuple[BlockEntry, ...]]:
+    def _leave_top(
+        self, wanted_blocks: int, *, enough_bytes: float = math.inf
+    ) -> tuple[int, tuple[BlockEntry, ...]]:
         """Take blocks out of the top tier; returns how many went, and which must be demoted first."""
         state = self._state
         plan = plan_departures(
-            state, state.top.name, wanted_blocks=wanted_blocks, must_demote=self._must_demote
+            state,
+            state.top.name,
+            wanted_blocks=wanted_blocks,
+            must_demote=self._must_demote,
+            enough_bytes=enough_bytes,
         )
         num_left = 0
         for entry in plan.leaving:

@@ -7,7 +7,8 @@ answered OK is found after a restart.
 Slots. A slot is given back only when the delete or the replacement of its record was tried and no read of it
 is under way. Where that commit failed, the stale record loses at the next start to the newer one over the
 same bytes, or its checksum fails. A copy that read back wrong is forgotten and its slot stays out of use
-until a restart. What the disk holds is never more than the slab and the index, both preallocated.
+until a restart; so does the slot of a copy whose commit failed, until a later commit has made sure that no
+record of it is there. What the disk holds is never more than the slab and the index, both preallocated.
 
 Budget. With a limit of bytes per day (see write_budget) what is left of it is stored by the commit of each
 write, so that no restart renews it.
@@ -25,7 +26,6 @@ unclean.
 """
 
 import asyncio
-import errno
 import logging
 import os
 import time
@@ -34,8 +34,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.checksum import checksum
-from kvstore.errors import CorruptBlock
 from kvstore.garbage import garbage_collection_paused
 from kvstore.keys import Namespace
 from kvstore.tier import (
@@ -54,6 +52,7 @@ from kvstore_tiers.breaker import CircuitBreaker
 from kvstore_tiers.disk_io import DiskIO
 from kvstore_tiers.disk_turns import DiskOutcome, DiskTurns
 from kvstore_tiers.jobs import Jobs
+from kvstore_tiers.payloads import Payloads
 from kvstore_tiers.slab import Slab
 from kvstore_tiers.slots import SlotAllocator, padded
 from kvstore_tiers.ssd_commits import GroupCommits
@@ -65,6 +64,22 @@ from kvstore_tiers.write_budget import WriteBudget
 _log = logging.getLogger(__name__)
 
 _STALLED_AFTER_S = 2.0
+
+
+class Numbers:
+    """Numbers that only grow, for recency and generations; tiers that are opened together share one."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def take(self) -> int:
+        """Return the next one."""
+        self._last += 1
+        return self._last
+
+    def learn(self, used: int) -> None:
+        """Start above a number that an earlier run used."""
+        self._last = max(self._last, used)
 
 
 @dataclass(eq=False, slots=True)
@@ -92,6 +107,7 @@ class SsdTier:
         renew_interval_s: float = 10.0,
         name: str = "ssd",
         clock: Callable[[], float] = time.monotonic,
+        numbers: Numbers | None = None,
         io: DiskIO | None = None,
     ) -> None:
         self._folder = folder
@@ -111,7 +127,9 @@ class SsdTier:
         self._down_for_good = "not open"
         self._copies: dict[bytes, _Copy] = {}
         self._unrenewed: dict[bytes, None] = {}
-        self._next_number = 1
+        self._numbers = numbers or Numbers()
+        self._doubtful: list[IndexRecord] = []
+        self._is_gone = False
         self._index_changes = GroupCommits(
             f"{name}: folder {folder}",
             self._commits,
@@ -120,6 +138,7 @@ class SsdTier:
             interval_s=renew_interval_s,
         )
         self._turns = DiskTurns(clock)
+        self._payloads = Payloads(clock)
         self._counters: Counter[str] = Counter()
 
     @property
@@ -229,6 +248,19 @@ class SsdTier:
         for jobs in self._all_jobs:
             await jobs.close()
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the folder was deleted while it was open: its copies are lost."""
+        return self._is_gone
+
+    def holds(self, block: BlockId) -> bool:
+        """Return whether there is a copy under the block's storage key."""
+        return block.storage_key in self._copies
+
+    def records(self) -> list[IndexRecord]:
+        """Return the record of every copy, least recently used first."""
+        return [copy.record for copy in self._copies.values()]
+
     async def scan(self) -> list[BlockHeader]:
         """Return the header of every copy, least recently used first."""
         return [copy.record.header for copy in self._copies.values()]
@@ -309,20 +341,16 @@ class SsdTier:
         self._slots = SlotAllocator(self._slots.capacity_bytes, name=self._name)
         self._slots.restore((record.offset, record.slot_bytes) for record in records)
         self._copies = {record.header.block.storage_key: _Copy(record) for record in records}
-        self._next_number = 1 + max((max(r.recency, r.generation) for r in records), default=0)
+        self._numbers.learn(max((max(r.recency, r.generation) for r in records), default=0))
         return store
 
     def _note_use(self, copy: _Copy) -> None:
         key = copy.record.header.block.storage_key
         if self._copies.get(key) is copy:
-            copy.record = copy.record._replace(recency=self._number())
+            copy.record = copy.record._replace(recency=self._numbers.take())
             del self._copies[key]
             self._copies[key] = copy
             self._unrenewed[key] = None
-
-    def _number(self) -> int:
-        self._next_number += 1
-        return self._next_number
 
     def _find(self, block: BlockId) -> _Copy | None:
         copy = self._copies.get(block.storage_key)
@@ -345,6 +373,7 @@ class SsdTier:
         if self._breaker.failed(found[0]):
             _log.warning("%s: folder %s: not used for now: %s", self._name, self._folder, found[0])
         if self._store is not None and not self._store.is_present() and not self._down_for_good:
+            self._is_gone = True
             self._down_for_good = f"folder {self._folder} was deleted: restart to begin anew"
             _log.error("%s: %s", self._name, self._down_for_good)
 
@@ -364,7 +393,10 @@ class SsdTier:
             copy.readers += 1
             wanted.append((index, copy))
         calls = [
-            (copy.record.slot_bytes, self._reading(requests[index].buffer, copy.record, deadline_s))
+            (
+                copy.record.slot_bytes,
+                self._payloads.read(self._slab, requests[index].buffer, copy.record, deadline_s),
+            )
             for index, copy in wanted
         ]
         ended = [
@@ -384,26 +416,6 @@ class SsdTier:
             self._end_reading(copy)
         self._judge(ended)
         return outcomes
-
-    def _reading(
-        self, buffer: memoryview, record: IndexRecord, deadline_s: float
-    ) -> Callable[[], DiskOutcome]:
-        slab = self._slab
-
-        def job() -> DiskOutcome:
-            if self._clock() >= deadline_s:
-                return DiskOutcome(ReadStatus.TIMED_OUT)
-            length = record.header.length_bytes
-            try:
-                slab.read(record.offset, buffer, length)
-            except CorruptBlock:
-                return DiskOutcome(ReadStatus.CORRUPT)
-            except OSError as error:
-                return DiskOutcome(ReadStatus.UNAVAILABLE, f"reading failed: {error.strerror}")
-            is_sound = checksum(buffer[:length]) == record.header.checksum
-            return DiskOutcome(ReadStatus.OK if is_sound else ReadStatus.CORRUPT)
-
-        return job
 
     def _end_reading(self, copy: _Copy) -> None:
         copy.readers -= 1
@@ -443,10 +455,10 @@ class SsdTier:
                 self._counters["full"] += 1
                 continue
             (offset,) = self._slots.allocate(header.length_bytes)
-            number = self._number()
+            number = self._numbers.take()
             records.append((index, IndexRecord(header, offset, size, number, number)))
         calls = [
-            (record.slot_bytes, self._writing(requests[index].buffer, record, deadline_s))
+            (record.slot_bytes, self._payloads.write(self._slab, requests[index].buffer, record, deadline_s))
             for index, record in records
         ]
         ended = [
@@ -467,24 +479,6 @@ class SsdTier:
         self._judge([*(outcome for outcome in ended if outcome.status is not WriteStatus.OK), *committed])
         return statuses
 
-    def _writing(
-        self, buffer: memoryview, record: IndexRecord, deadline_s: float
-    ) -> Callable[[], DiskOutcome]:
-        slab = self._slab
-
-        def job() -> DiskOutcome:
-            if self._clock() >= deadline_s:
-                return DiskOutcome(WriteStatus.TIMED_OUT)
-            try:
-                slab.write(record.offset, buffer, record.header.length_bytes)
-            except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    return DiskOutcome(WriteStatus.FULL)
-                return DiskOutcome(WriteStatus.UNAVAILABLE, f"writing failed: {error.strerror}")
-            return DiskOutcome(WriteStatus.OK)
-
-        return job
-
     async def _publish(
         self, written: Sequence[tuple[int, IndexRecord]], statuses: list[WriteStatus]
     ) -> list[CommitOutcome]:
@@ -492,10 +486,16 @@ class SsdTier:
         if not written:
             return []
         changes = [Change.store(record) for _, record in written]
-        outcomes = await self._index_changes.commit([*changes, *self._budget_note()])
+        doubtful, self._doubtful = self._doubtful, []
+        repairs = [self._repair(record) for record in doubtful]
+        outcomes = await self._index_changes.commit([*changes, *repairs, *self._budget_note()])
+        self._end_doubts(doubtful, outcomes[len(changes) :])
         replaced: list[_Copy] = []
         for (index, record), outcome in zip(written, outcomes, strict=False):
             statuses[index] = outcome.status
+            if outcome.status is WriteStatus.UNAVAILABLE:
+                self._doubtful.append(record)
+                continue
             if outcome.status is not WriteStatus.OK:
                 self._slots.free([record.offset])
                 continue
@@ -507,7 +507,19 @@ class SsdTier:
                 replaced.append(old)
         for copy in replaced:
             await self._give_back(copy)
-        return outcomes
+        return outcomes[: len(written)]
+
+    def _repair(self, doubtful: IndexRecord) -> Change:
+        """Undo a record whose commit failed, in case it is there."""
+        copy = self._copies.get(doubtful.header.block.storage_key)
+        return Change.delete(doubtful) if copy is None else Change.restore(copy.record, instead_of=doubtful)
+
+    def _end_doubts(self, doubtful: Sequence[IndexRecord], outcomes: Sequence[CommitOutcome]) -> None:
+        for record, outcome in zip(doubtful, outcomes, strict=False):
+            if outcome.status is WriteStatus.OK:
+                self._slots.free([record.offset])
+            else:
+                self._doubtful.append(record)
 
     # Forgetting
 

@@ -161,10 +161,10 @@ class SsdIndex:
                 if change.is_unconditional:
                     transaction.put(key, change.record.pack())
                 elif change.concerns(transaction.get(key)):
-                    if change.kind == "renew":
-                        transaction.put(key, change.record.pack())
-                    else:
+                    if change.kind == "delete":
                         transaction.delete(key)
+                    else:
+                        transaction.put(key, change.record.pack())
 
     def commit_nothing(self) -> None:
         """Commit a transaction that changes one byte: pages freed by the one before become usable."""

@@ -98,11 +98,12 @@ class BudgetNote(NamedTuple):
 class Change:
     """One change of the index: store something, renew a record that is still there, or delete one.
 
-    ``renew`` and ``delete`` act only while the stored record is of the same generation.
+    ``renew``, ``restore`` and ``delete`` act only while the stored record is of that ``generation``.
     """
 
     kind: str
     record: IndexRecord | BudgetNote
+    generation: int = -1
 
     @classmethod
     def store(cls, record: IndexRecord) -> "Change":
@@ -112,12 +113,17 @@ class Change:
     @classmethod
     def renew(cls, record: IndexRecord) -> "Change":
         """Rewrite a record with a new recency."""
-        return cls("renew", record)
+        return cls("renew", record, record.generation)
+
+    @classmethod
+    def restore(cls, record: IndexRecord, *, instead_of: IndexRecord) -> "Change":
+        """Store a record again, in place of one whose commit failed and may have happened all the same."""
+        return cls("restore", record, instead_of.generation)
 
     @classmethod
     def delete(cls, record: IndexRecord) -> "Change":
         """Delete a record."""
-        return cls("delete", record)
+        return cls("delete", record, record.generation)
 
     @classmethod
     def note_budget(cls, left_bytes: int) -> "Change":
@@ -131,8 +137,7 @@ class Change:
 
     def concerns(self, held: bytes | None) -> bool:
         """Whether a stored record is of the generation that this change is about."""
-        assert isinstance(self.record, IndexRecord), f"{self.kind} is about a record"
-        return held is not None and generation_of(held) == self.record.generation
+        return held is not None and generation_of(held) == self.generation
 
 
 def generation_of(value: bytes) -> int:
