@@ -1,6 +1,7 @@
 """DramTier: slots in one shared arena, used in position by clients and by the other tiers."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -8,6 +9,8 @@ from kvstore.errors import TierFull
 from kvstore.tier import Medium, Slot
 from kvstore_tiers.arena import Arena
 from kvstore_tiers.slots import SlotAllocator, padded
+
+_log = logging.getLogger(__name__)
 
 
 class DramTier:
@@ -72,6 +75,7 @@ class DramTier:
             self._arena = await asyncio.to_thread(
                 Arena.create, self._slots.capacity_bytes, is_locked=self._is_locked
             )
+            _log.info("%s: arena for CUDA: %s", self._name, await asyncio.to_thread(self._arena.pin))
 
     async def close(self) -> None:
         """Give the memory back; views that are still held stay valid until dropped. Idempotent."""
