@@ -178,9 +178,15 @@ class SsdIndex:
             transaction.abort()
 
     def close(self) -> None:
-        """Write what is left in memory and close."""
-        self._env.sync(True)
-        self._env.close()
+        """Write what is left in memory and close, also when that fails. Idempotent.
+
+        Raises:
+            lmdb.Error: not everything is on disk.
+        """
+        try:
+            self._env.sync(True)
+        finally:
+            self._env.close()
 
 
 def _reserve(path: Path, size_bytes: int) -> None:
