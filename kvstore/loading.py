@@ -223,7 +223,7 @@ class Loader:
         state = self._state
         # Room was made across an await: others may have loaded the block, or taken the room.
         todo = list({item.entry: item for item in wanted if self._needs_load(item.entry)}.values())
-        slots = state.take_slots(shelf.length_bytes, len(todo))
+        slots = state.take_load_slots(shelf.length_bytes, len(todo))
         by_source: dict[str, list[tuple[Located, Slot]]] = {}
         for item, slot in zip(todo, slots, strict=False):
             assert item.source is not None, "a block that needs a load has no source"

@@ -86,11 +86,15 @@ class Mover:
             self._queues[tier.name] = WriteQueue(self._state.settings.write_queue_blocks)
             self._workers.append(asyncio.create_task(self._run(tier), name=f"mover-{tier.name}"))
 
-    async def stop(self) -> None:
-        """Stop the workers; what still waits is dropped and counted."""
+    async def stop(self, *, patience_s: float) -> None:
+        """Stop the workers; what still waits is dropped and counted.
+
+        A worker whose tier has not answered after ``patience_s`` seconds ends when the tier is closed.
+        """
         for worker in self._workers:
             worker.cancel()
-        await asyncio.gather(*self._workers, return_exceptions=True)
+        if self._workers:
+            await asyncio.wait(self._workers, timeout=patience_s)
         self._workers.clear()
         for name, queue in self._queues.items():
             if len(queue):

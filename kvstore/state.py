@@ -69,7 +69,6 @@ class State:
     counters: Counters = field(default_factory=Counters)
     freed: asyncio.Event = field(default_factory=asyncio.Event)
     beliefs: dict[str, Beliefs] = field(default_factory=dict)
-    touched: dict[StorageKey, None] = field(default_factory=dict)
 
     def all_tiers(self) -> list[SlotTier | Tier]:
         """All tiers, fastest first."""
@@ -158,6 +157,13 @@ class State:
         slots: list[Slot] = []
         while len(slots) < count and self.top.has_room(length_bytes):
             slots += self.top.allocate(length_bytes)
+        return slots
+
+    def take_load_slots(self, length_bytes: int, count: int) -> list[Slot]:
+        """Allocate up to ``count`` slots for blocks that come up, staging included: as many as there are."""
+        slots = self.take_slots(length_bytes, count)
+        while len(slots) < count and self.top.has_staging_room(length_bytes):
+            slots += self.top.allocate_staging(length_bytes)
         return slots
 
     def publish_top(self, entries: Sequence[BlockEntry]) -> None:

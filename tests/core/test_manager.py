@@ -198,6 +198,25 @@ async def test_a_leased_block_is_never_evicted():
         store.manager.release(fetched.lease)
 
 
+async def test_blocks_on_disk_are_served_while_all_of_dram_is_leased():
+    disk = GatedTier("ssd")
+    async with running(disk, blocks=4, staging_blocks=4) as store:
+        cold = SPACE.chain(range(100, 116))
+        await store.put(cold)
+        await store.manager.flush(timeout_s=5)
+        hot = SPACE.chain(range(16))
+        await store.put(hot)
+        fetched = await store.manager.fetch(hot, owner=store.owner)
+        assert store.dram.used_bytes == store.dram.capacity_bytes
+
+        assert await store.fetch(cold) == (["ssd"] * 4, None)
+
+        assert (await store.manager.match(hot)).tiers == ("dram",) * 4
+        store.manager.release(fetched.lease)
+        await store.manager._space.age()
+        assert store.dram.used_bytes < store.dram.capacity_bytes
+
+
 async def test_an_expired_lease_protects_no_more():
     async with running(blocks=4, lease_s=0.0) as store:
         chain = SPACE.chain(range(16))

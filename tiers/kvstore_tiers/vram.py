@@ -119,6 +119,18 @@ class VramTier:
             self._generations[slot] += 1
         return slots
 
+    def has_staging_room(self, length_bytes: int, count: int = 1) -> bool:
+        """Return whether ``allocate`` would succeed: an engine keeps no pages for loads."""
+        return self.has_room(length_bytes, count)
+
+    def allocate_staging(self, length_bytes: int, count: int = 1) -> list[Slot]:
+        """Take ``count`` slots, as ``allocate`` does.
+
+        Raises:
+            TierFull: fewer are free, or a page is shorter than ``length_bytes``; none is taken.
+        """
+        return self.allocate(length_bytes, count)
+
     def free(self, slots: Sequence[Slot]) -> None:
         """Give slots back. A slot that is not allocated is our own mistake (AssertionError)."""
         for slot in slots:
