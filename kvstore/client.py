@@ -312,7 +312,7 @@ class KVStore:
         """Store the blocks of ``chain``: one payload per block, or one buffer that holds all in a row.
 
         Blocks that are present are not written again. What found no room, or no server, is dropped, and so
-        is a payload whose xxh3-64 is not the one given in ``checksums``.
+        is a payload whose xxh3-64 is not the one given in ``checksums``. ``doubtful`` names those blocks.
         """
         length_bytes = self._state.length_bytes(chain, part)
         views = split_buffers(payloads, length_bytes=length_bytes, count=len(chain), what="payloads")
