@@ -349,10 +349,12 @@ class AsyncKVStore:
     async def check(self, sample_blocks: int = 64, *, timeout_s: float | None = None) -> list[str]:
         """Have the server verify its invariants and a sample of checksums; one line per violation.
 
+        If that takes longer than the call may, a line says that it was cut.
+
         Raises:
             ServerUnavailable: no server answers in time.
         """
-        return await self._control(lambda _: calls.check_plan(sample_blocks), timeout_s)
+        return await self._control(lambda session: calls.check_plan(session, sample_blocks), timeout_s)
 
     async def ping(self, *, timeout_s: float | None = None) -> None:
         """Return if the server answers.

@@ -232,9 +232,9 @@ def stats_plan() -> Plan[dict[str, Any]]:
     return value
 
 
-def check_plan(sample_blocks: int) -> Plan[list[str]]:
+def check_plan(session: Session, sample_blocks: int) -> Plan[list[str]]:
     """Have the server verify its invariants; one line per violation."""
-    answer = yield from _ask(Check(sample_blocks), Report)
+    answer = yield from _ask(Check(sample_blocks, _server_timeout_us(session)), Report)
     value = _load_json(answer.json)
     if not isinstance(value, list) or not all(isinstance(line, str) for line in value):
         raise ProtocolMismatch("answer: check's lines are not a JSON list of texts")
