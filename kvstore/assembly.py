@@ -76,16 +76,19 @@ def _ssd_tier(config: SsdConfig) -> Tier:
 def _remote_tier(config: RemoteConfig, clock: Callable[[], float]) -> Tier:
     # Only a store with such a tier needs its package.
     from kvstore_tiers.remote import RemoteTier
+    from kvstore_tiers.remote_tls import TlsFiles
 
     return RemoteTier(
         config.url,
         user=config.username or "",
         password=config.password() or "",
+        sentinel_master=config.sentinel_master,
         key_prefix=config.key_prefix,
         ttl_s=config.ttl_s or None,
         timeout_s=config.timeout_s,
         num_connections=config.num_connections,
         breaker_backoff_s=config.breaker_backoff_s,
         breaker_backoff_max_s=config.breaker_backoff_max_s,
+        tls=TlsFiles(config.tls_ca_file, config.tls_cert_file, config.tls_key_file),
         clock=clock,
     )

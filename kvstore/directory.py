@@ -8,7 +8,7 @@ reaches another namespace's blocks and a chain is matched by plain dictionary lo
 import asyncio
 import enum
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from kvstore.errors import NamespaceNotOpen
@@ -158,16 +158,19 @@ class Directory:
         self._used_bytes: dict[tuple[str, NamespaceDigest], int] = {}
         self._epochs: dict[str, int] = {}
 
-    def open_namespace(self, namespace: Namespace) -> NamespaceDigest:
+    def open_namespace(
+        self, namespace: Namespace, *, in_use: Callable[[], Set[NamespaceDigest]] = frozenset
+    ) -> NamespaceDigest:
         """Make a namespace known and return its digest.
 
-        Beyond MAX_NAMESPACES the one that was opened longest ago and has no blocks is forgotten.
+        Beyond MAX_NAMESPACES the one that was opened longest ago is forgotten, if it has no blocks and is
+        not ``in_use``.
         """
         digest = namespace.digest
         self._namespaces[digest] = namespace
         self._namespaces.move_to_end(digest)
         if len(self._namespaces) > MAX_NAMESPACES:
-            self._forget_empty_namespace()
+            self._forget_idle_namespace(in_use() | {digest})
         return digest
 
     def shelf(self, namespace: NamespaceDigest, part: Part | None) -> Shelf:
@@ -314,9 +317,9 @@ class Directory:
         shelf.entries[key] = self._by_name[entry.name] = entry
         return entry
 
-    def _forget_empty_namespace(self) -> None:
-        in_use = {namespace for (namespace, _), shelf in self._shelves.items() if shelf.entries}
-        digest = next((digest for digest in self._namespaces if digest not in in_use), None)
+    def _forget_idle_namespace(self, in_use: Set[NamespaceDigest]) -> None:
+        kept = in_use | {namespace for (namespace, _), shelf in self._shelves.items() if shelf.entries}
+        digest = next((digest for digest in self._namespaces if digest not in kept), None)
         if digest is not None:
             del self._namespaces[digest]
             for about in [about for about in self._shelves if about[0] == digest]:

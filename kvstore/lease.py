@@ -43,6 +43,7 @@ class Holdings:
 
     leases: set[LeaseId] = field(default_factory=set)
     slots: dict[Slot, LentSlot] = field(default_factory=dict)
+    namespaces: set[NamespaceDigest] = field(default_factory=set)
 
 
 class LeaseTable:
@@ -58,6 +59,7 @@ class LeaseTable:
         self._next_owner = itertools.count(1)
         self._next_lease = itertools.count(1)
         self._tie = itertools.count()
+        self._sweep_at = _SPARE_DEADLINES
         self._leased_bytes: dict[NamespaceDigest, int] = {}
 
     def new_owner(self) -> Owner:
@@ -69,6 +71,14 @@ class LeaseTable:
     def is_live(self, owner: Owner) -> bool:
         """Whether the owner has not ended. Only a live owner can be given anything."""
         return owner in self._owners
+
+    def note_namespace(self, owner: Owner, namespace: NamespaceDigest) -> None:
+        """Remember that a live owner uses a namespace."""
+        self._owners[owner].namespaces.add(namespace)
+
+    def used_namespaces(self) -> set[NamespaceDigest]:
+        """Return the namespaces that live owners use."""
+        return set().union(*(holdings.namespaces for holdings in self._owners.values()))
 
     def grant(self, owner: Owner, entries: Sequence[BlockEntry], deadline_s: float) -> LeaseId:
         """Lease entries to an owner."""
@@ -196,11 +206,15 @@ class LeaseTable:
         if deadline_s == math.inf:
             return
         heapq.heappush(self._deadlines, (deadline_s, next(self._tie), lease_id, owner))
-        if len(self._deadlines) > 4 * len(self._leases) + _SPARE_DEADLINES:
-            # Most of these ended before their deadline; slots' deadlines are kept, there are few owners.
-            self._deadlines = [
-                watch
-                for watch in self._deadlines
-                if (watch[2] in self._leases if watch[2] is not None else watch[3] in self._owners)
-            ]
+        if len(self._deadlines) > self._sweep_at:
+            # Most of these ended before their deadline. Sweeping only after a doubling keeps it cheap.
+            self._deadlines = [watch for watch in self._deadlines if self._is_pending(watch)]
             heapq.heapify(self._deadlines)
+            self._sweep_at = 2 * len(self._deadlines) + _SPARE_DEADLINES
+
+    def _is_pending(self, watch: tuple[float, int, LeaseId | None, Owner]) -> bool:
+        deadline_s, _, lease_id, owner = watch
+        if lease_id is not None:
+            return lease_id in self._leases
+        holdings = self._owners.get(owner)
+        return holdings is not None and any(lent.deadline_s == deadline_s for lent in holdings.slots.values())

@@ -51,10 +51,11 @@ class Loader:
         self._write_through = write_through
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def stop(self) -> None:
-        """Wait for loads under way: their buffers are in use until they end."""
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+    async def stop(self, *, timeout_s: float) -> bool:
+        """Wait for loads under way: their buffers are in use until they end. False if time ran out."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+        return not self._tasks
 
     @property
     def num_loads(self) -> int:
@@ -78,6 +79,11 @@ class Loader:
             probe = await self._ask(tier, [shelf.block(key) for key in unknown], deadline_s)
             found |= {key: (tier, name) for key, name in zip(unknown, probe.tiers, strict=True) if name}
             trouble = probe.reason or trouble
+            if probe.reason is None:
+                # A tier may stop at the first block it lacks, so only that one is known to be absent.
+                absent = next((key for key in unknown if key not in found), None)
+                if absent is not None:
+                    state.forget_belief(shelf.name(absent), tier.name)
             unknown = [key for key in unknown if key not in found]
         return found, trouble
 
@@ -130,10 +136,7 @@ class Loader:
         within = len(wanted)
         if wanted:
             within = await self._space.fit_quota_on_top(shelf, len(wanted), deadline_s=deadline_s)
-            await self._space.make_room_on_top(
-                shelf.length_bytes, within, deadline_s=deadline_s, by=shelf.namespace
-            )
-            self._start_loads(shelf, wanted[:within], deadline_s)
+            await self._start_loads_as_room_comes(shelf, wanted[:within], deadline_s)
         loads = [item.entry.loading for item in located]
         waiting = [load for load in loads if load is not None]
         if waiting:
@@ -141,23 +144,40 @@ class Loader:
         for index, (item, load) in enumerate(zip(located, loads, strict=True)):
             if item.entry.is_ready(state.top.name):
                 continue
+            if load is None and state.top.name in item.entry.copies:
+                return index, MissReason.CORRUPT
             if load is None:
                 return index, MissReason.NO_ROOM if within == len(wanted) else MissReason.QUOTA
             return index, _miss_reason(load.result()) if load.done() else MissReason.TIMED_OUT
         return len(located), None
 
     def _needs_load(self, entry: BlockEntry) -> bool:
-        return not entry.is_ready(self._state.top.name) and entry.loading is None
+        # A damaged top copy that somebody still leases keeps its slot, and the block from being loaded.
+        return self._state.top.name not in entry.copies and entry.loading is None
+
+    async def _start_loads_as_room_comes(
+        self, shelf: Shelf, wanted: Sequence[Located], deadline_s: float
+    ) -> None:
+        """Start what fits at once, and the rest as blocks leave, until the deadline."""
+        space, length = self._space, shelf.length_bytes
+        now_s = self._state.clock()
+        await space.make_room_on_top(length, len(wanted), deadline_s=now_s, by=shelf.namespace)
+        self._start_loads(shelf, wanted, deadline_s)
+        while rest := [item for item in wanted if self._needs_load(item.entry)]:
+            if not await space.make_room_on_top(length, 1, deadline_s=deadline_s, by=shelf.namespace):
+                return
+            self._start_loads(shelf, rest, deadline_s)
 
     def _start_loads(self, shelf: Shelf, wanted: Sequence[Located], deadline_s: float) -> None:
         """Give as many leading blocks as there is room for a slot, and read them from where they are."""
         state = self._state
         # Room was made across an await: others may have loaded the block, or taken the room.
-        todo = [item for item in wanted if self._needs_load(item.entry)]
+        todo = list({item.entry: item for item in wanted if self._needs_load(item.entry)}.values())
         slots = state.take_slots(shelf.length_bytes, len(todo))
         by_source: dict[str, list[tuple[Located, Slot]]] = {}
         for item, slot in zip(todo, slots, strict=False):
             assert item.source is not None, "a block that needs a load has no source"
+            assert item.entry.loading is None, "a chain names a block twice"
             state.directory.set_copy(item.entry, state.top.name, Copy(CopyState.WRITING, slot))
             item.entry.loading = asyncio.get_running_loop().create_future()
             item.entry.loading_origin = item.origin
@@ -228,6 +248,8 @@ class Loader:
         state.counters.transfer(source.name, state.top.name).failures[status.value] += 1
         state.forget_copy(entry, state.top.name, None)
         is_gone = status in (ReadStatus.ABSENT, ReadStatus.CORRUPT, ReadStatus.MISMATCH)
+        if is_gone:
+            state.forget_belief(entry.name, source.name)
         if is_gone and entry.is_ready(source.name):
             state.forget_copy(entry, source.name, MISS_REASONS[status])
         if status in (ReadStatus.CORRUPT, ReadStatus.MISMATCH):

@@ -27,6 +27,8 @@ from kvstore.tier import Slot, SlotTier, Tier
 
 logger = logging.getLogger(__name__)
 
+_CLOSE_S = 5.0
+_TOUCHES = 65_536
 _SWEEP_S = 0.25
 """How often expired leases are looked for when no call does it."""
 
@@ -72,6 +74,7 @@ class BlockManager:
         self._loader = Loader(self._state, self._space, self._mover.write_through)
         self._epochs = EpochKeeper(self._state, self._space, epoch_file)
         self._maintenance: list[asyncio.Task[None]] = []
+        self._closing: asyncio.Future[None] | None = None
         self._putter = Putter(self._state, self._space, self._mover, self._note_fill)
         self._departure = Departure(self._state, self._space, self._mover)
         self._needs_aging = asyncio.Event()
@@ -93,30 +96,48 @@ class BlockManager:
             opened.pop_all()
         self._mover.start()
         self._maintenance = [
-            asyncio.create_task(self._expire_forever(), name="manager-expire"),
+            asyncio.create_task(self._sweep_forever(), name="manager-sweep"),
             asyncio.create_task(self._age_forever(), name="manager-age"),
             asyncio.create_task(self._epochs.poll_forever(), name="manager-epochs"),
         ]
 
     async def close(self, *, drain_s: float = 5.0) -> None:
-        """Drain for up to ``drain_s`` seconds, then close the tiers. Idempotent."""
+        """Drain for up to ``drain_s`` seconds, then close the tiers. Idempotent; goes on if cancelled.
+
+        A medium that hangs is abandoned after a few seconds, with a warning.
+        """
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close(drain_s))
+        await asyncio.shield(self._closing)
+
+    async def _close(self, drain_s: float) -> None:
         if not self._maintenance:
             return
         await self.drain(timeout_s=drain_s)
         for task in self._maintenance:
             task.cancel()
         await asyncio.gather(*self._maintenance, return_exceptions=True)
-        self._maintenance = []
         await self._mover.stop()
-        await self._loader.stop()
+        if not await self._loader.stop(timeout_s=_CLOSE_S):
+            logger.warning("closing: loads have not ended after %g s: abandoned", _CLOSE_S)
         for tier in reversed(self._state.all_tiers()):
-            await tier.close()
+            closing = asyncio.ensure_future(tier.close())
+            await asyncio.wait([closing], timeout=_CLOSE_S)
+            if not closing.done():
+                logger.warning("%s: has not closed after %g s: abandoned", tier.name, _CLOSE_S)
 
-    def open_namespace(self, namespace: Namespace) -> NamespaceDigest:
-        """Make a namespace known; needed before its chains are used. Idempotent. Returns its digest."""
-        for tier in self._state.lower:
+    def open_namespace(self, namespace: Namespace, *, owner: Owner | None = None) -> NamespaceDigest:
+        """Make a namespace known; needed before its chains are used. Idempotent. Returns its digest.
+
+        It is remembered while its owner lives or it has blocks, and longer while there are not too many.
+        """
+        state = self._state
+        for tier in state.lower:
             tier.open_namespace(namespace)
-        return self._state.directory.open_namespace(namespace)
+        digest = state.directory.open_namespace(namespace, in_use=state.leases.used_namespaces)
+        if owner is not None and state.leases.is_live(owner):
+            state.leases.note_namespace(owner, digest)
+        return digest
 
     def new_owner(self) -> Owner:
         """Return a fresh owner: one per client connection, or per request of an engine."""
@@ -477,6 +498,8 @@ class BlockManager:
         names = [entry.name for entry in entries]
         for policy in state.policies.values():
             policy.touch(names)
+        if len(state.touched) < _TOUCHES:
+            state.touched.update(dict.fromkeys(reversed(names)))
         if state.settings.write_mode is WriteMode.SECOND_HIT:
             self._mover.write_through(entries)
 
@@ -504,13 +527,28 @@ class BlockManager:
             except Exception:
                 logger.exception("%s: making room in the background failed", self._state.top.name)
 
-    async def _expire_forever(self) -> None:
+    async def _sweep_forever(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_S)
             try:
                 self.expire()
+                await self._pass_on_uses()
             except Exception:
-                logger.exception("ending expired leases failed")
+                logger.exception("ending expired leases or passing on uses failed")
+
+    async def _pass_on_uses(self) -> None:
+        """Tell lower tiers of uses, for recency after a restart; doubt shared ones that are down."""
+        state = self._state
+        touched, state.touched = state.touched, {}
+        entries = [entry for name in touched if (entry := state.directory.find(name)) is not None]
+        for tier in state.lower:
+            if tier.is_shared:
+                if tier.name in state.beliefs and not tier.health().is_up:
+                    state.beliefs[tier.name].clear()
+                continue
+            used = [entry.block for entry in entries if entry.is_ready(tier.name)]
+            if used:
+                await tier.touch(used)
 
     def expire(self) -> None:
         """End leases and lendings that are past their deadline; runs by itself several times a second."""

@@ -105,28 +105,38 @@ class Mover:
             return False
         return True
 
-    def write_through(self, entries: Iterable[BlockEntry], *, above: str | None = None) -> None:
-        """Queue entries for every lower tier that lacks them; ``above``: only for tiers over that one."""
+    def write_through(
+        self, entries: Iterable[BlockEntry], *, above: str | None = None, is_new: bool = False
+    ) -> None:
+        """Queue entries for every lower tier that lacks them; ``above``: only for tiers over that one.
+
+        ``is_new`` blocks were computed because nobody had them: no belief keeps them from a shared tier.
+        """
         state = self._state
         for tier in state.lower:
             if tier.name == above:
                 return
             queue = self._queues[tier.name]
             for entry in entries:
-                if tier.name not in entry.copies and not queue.add(entry):
+                is_there = tier.name in entry.copies or (not is_new and state.is_in(entry, tier))
+                if not is_there and not queue.add(entry):
                     state.counters.write_drops[f"{tier.name}/queue_full"] += 1
 
     def demote(self, entries: Sequence[BlockEntry]) -> None:
         """Write entries to the first healthy lower tier at once; they leave the top tier when READY there."""
-        tier = next((tier for tier in self._state.lower if tier.health().is_up), None)
+        tier = self._demotion_target()
         for entry in reversed(entries):
             if tier is not None and tier.name not in entry.copies:
                 self._queues[tier.name].add_first(entry)
 
     @property
     def is_writing(self) -> bool:
-        """Whether any worker has a batch in hand."""
-        return any(queue.in_flight for queue in self._queues.values())
+        """Whether the worker that demotions go to has a batch in hand."""
+        tier = self._demotion_target()
+        return tier is not None and self._queues[tier.name].in_flight > 0
+
+    def _demotion_target(self) -> Tier | None:
+        return next((tier for tier in self._state.lower if tier.health().is_up), None)
 
     def queue_lengths(self) -> dict[str, int]:
         """Blocks that wait or are in flight, by tier."""
@@ -138,16 +148,19 @@ class Mover:
             await queue.has_work.wait()
             batch = queue.take(self._state.settings.write_batch_blocks)
             queue.in_flight = len(batch)
-            try:
-                await self._write_batch(tier, batch)
-            except Exception:
-                logger.exception("%s: writing a batch of blocks failed", tier.name)
-                self._state.counters.write_drops[f"{tier.name}/error"] += len(batch)
-            finally:
-                queue.in_flight = 0
-                self._progress.set()
+            for group in self._groups(tier, batch):
+                try:
+                    await self._write_group(tier, group)
+                except Exception:
+                    # The group's blocks are settled and counted as not written.
+                    logger.exception("%s: writing %d blocks failed", tier.name, len(group))
+            queue.in_flight = 0
+            self._progress.set()
 
-    async def _write_batch(self, tier: Tier, batch: list[tuple[BlockEntry, bool]]) -> None:
+    def _groups(
+        self, tier: Tier, batch: list[tuple[BlockEntry, bool]]
+    ) -> list[list[tuple[BlockEntry, bool]]]:
+        """Sort a batch into blocks of one size and namespace, leaving out what need not be written."""
         state = self._state
         groups: dict[tuple[int, NamespaceDigest], list[tuple[BlockEntry, bool]]] = {}
         for entry, is_demotion in batch:
@@ -158,14 +171,20 @@ class Mover:
                 continue
             alike = (entry.length_bytes, entry.shelf.namespace)
             groups.setdefault(alike, []).append((entry, is_demotion))
+        cut: list[list[tuple[BlockEntry, bool]]] = []
         for (length, _), group in groups.items():
             # A tier is never asked to empty itself for one batch.
             limit = max(1, tier.capacity_bytes // (4 * length)) if tier.capacity_bytes else len(group)
-            for start in range(0, len(group), limit):
-                await self._write_group(tier, length, group[start : start + limit])
+            cut += [group[start : start + limit] for start in range(0, len(group), limit)]
+        return cut
 
-    async def _write_group(self, tier: Tier, length: int, group: list[tuple[BlockEntry, bool]]) -> None:
+    async def _write_group(self, tier: Tier, group: list[tuple[BlockEntry, bool]]) -> None:
         state = self._state
+        # It may have left the top tier, or been written by a demotion, while earlier groups were written.
+        group = [(e, d) for e, d in group if e.is_ready(state.top.name) and tier.name not in e.copies]
+        if not group:
+            return
+        length = group[0][0].length_bytes
         entries = [entry for entry, _ in group]
         statuses = [WriteStatus.UNAVAILABLE] * len(group)
         with state.holding() as held:

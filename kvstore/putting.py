@@ -130,7 +130,7 @@ class Putter:
         state.counters.puts["stored"] += len(published)
         state.counters.puts["duplicate"] += len(chain) - len(published)
         if state.settings.write_mode is WriteMode.THROUGH:
-            self._mover.write_through(published)
+            self._mover.write_through(published, is_new=True)
         self._note_fill()
         return results
 

@@ -375,7 +375,7 @@ class Connection(asyncio.Protocol):
     def _open_namespace(self, request: OpenNamespace) -> Done:
         if request.namespace.digest not in self._namespaces and len(self._namespaces) >= _MAX_NAMESPACES:
             raise InvalidRequest(f"server: a connection may open {_MAX_NAMESPACES} namespaces")
-        self._namespaces.add(self._manager.open_namespace(request.namespace))
+        self._namespaces.add(self._manager.open_namespace(request.namespace, owner=self._owner))
         return Done()
 
     def _release(self, request: Release) -> None:

@@ -6,13 +6,14 @@ import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvstore.beliefs import Beliefs
 from kvstore.counters import Counters
 from kvstore.directory import BlockEntry, Copy, CopyState, Directory, Gone
 from kvstore.keys import NamespaceDigest
 from kvstore.lease import LeaseTable
 from kvstore.miss import MissReason
 from kvstore.policy import EvictionPolicy
-from kvstore.tier import Slot, SlotTier, Tier
+from kvstore.tier import Slot, SlotTier, StorageKey, Tier
 
 
 class WriteMode(enum.Enum):
@@ -67,14 +68,27 @@ class State:
     leases: LeaseTable = field(default_factory=LeaseTable)
     counters: Counters = field(default_factory=Counters)
     freed: asyncio.Event = field(default_factory=asyncio.Event)
+    beliefs: dict[str, Beliefs] = field(default_factory=dict)
+    touched: dict[StorageKey, None] = field(default_factory=dict)
 
     def all_tiers(self) -> list[SlotTier | Tier]:
         """All tiers, fastest first."""
         return [self.top, *self.lower]
 
     def has_lower_copy(self, entry: BlockEntry) -> bool:
-        """Whether any tier below the top is believed to have a READY copy."""
-        return any(entry.is_ready(tier.name) for tier in self.lower)
+        """Whether any tier below the top has a READY copy, or is believed to."""
+        return any(self.is_in(entry, tier) for tier in self.lower)
+
+    def is_in(self, entry: BlockEntry, tier: Tier) -> bool:
+        """Whether a lower tier has a READY copy, or, of a shared one, whether that is believed."""
+        if tier.is_shared:
+            return tier.name in self.beliefs and entry.name in self.beliefs[tier.name]
+        return entry.is_ready(tier.name)
+
+    def forget_belief(self, name: StorageKey, tier: str) -> None:
+        """A shared tier does not have a block after all."""
+        if tier in self.beliefs:
+            self.beliefs[tier].forget(name)
 
     def deadline_s(self, timeout_s: float | None) -> float:
         """Return the instant a call that may take ``timeout_s`` (None: the default) must end at."""
@@ -139,10 +153,14 @@ class State:
         self.policies[self.top.name].insert([entry.name for entry in entries])
 
     def mark_ready(self, entry: BlockEntry, tier: str) -> None:
-        """Note that a lower tier has a READY copy."""
-        self.directory.set_copy(entry, tier, Copy(CopyState.READY))
+        """Note that a lower tier has a READY copy; of a shared one that is a belief, and no copy of ours."""
         if tier in self.policies:
+            self.directory.set_copy(entry, tier, Copy(CopyState.READY))
             self.policies[tier].insert([entry.name])
+            return
+        self.beliefs.setdefault(tier, Beliefs()).note(entry.name)
+        if tier in entry.copies:
+            self.directory.remove_copy(entry, tier)
 
     def forget_copy(
         self,

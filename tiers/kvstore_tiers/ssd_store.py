@@ -4,6 +4,7 @@ import contextlib
 import gc
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,12 +17,15 @@ import lmdb
 from kvstore.errors import TierUnavailable
 from kvstore.tier import WriteStatus
 from kvstore_tiers.slab import Slab
+from kvstore_tiers.ssd_check import EXIT_UNUSABLE
 from kvstore_tiers.ssd_folder import SsdFolder, unavailable
 from kvstore_tiers.ssd_index import Change, IndexIsForeign, IndexRecord, SsdIndex
 
 _log = logging.getLogger(__name__)
 
 _CHANGES_PER_TRANSACTION = 512
+_DAMAGE_STATUSES = (EXIT_UNUSABLE, -signal.SIGBUS, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGFPE)
+"""How the examination of a damaged index ends. Any other end says nothing about the index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ class SsdStore:
         slab: Slab | None = None
         had_bytes = capacity_bytes
         try:
-            _preflight(folder, capacity_bytes, check_timeout_s)
+            _preflight(folder, capacity_bytes, check_timeout_s, name=name)
             folder.mark_dirty()
             slab, had_bytes = Slab.open(folder.slab_path, capacity_bytes)
             opened.append(slab)
@@ -71,12 +75,14 @@ class SsdStore:
             if had_bytes > capacity_bytes:
                 slab.shrink(capacity_bytes)
             folder.sync()
-        except (OSError, lmdb.Error) as error:
+        except (OSError, lmdb.Error, TierUnavailable) as error:
             if slab is not None and had_bytes < capacity_bytes:
                 slab.shrink(had_bytes)
             for part in opened:
                 part.close()
             folder.release()
+            if isinstance(error, TierUnavailable):
+                raise
             if isinstance(error, OSError):
                 doing = f"cannot hold {capacity_bytes} bytes of blocks and their index"
                 raise unavailable(name, path, doing, error) from error
@@ -158,7 +164,7 @@ def garbage_collection_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _preflight(folder: SsdFolder, capacity_bytes: int, timeout_s: float) -> None:
+def _preflight(folder: SsdFolder, capacity_bytes: int, timeout_s: float, *, name: str) -> None:
     """After an unclean end, let a child process be the first to open the index."""
     if not folder.is_dirty() or not os.path.lexists(folder.index_path):
         return
@@ -171,8 +177,14 @@ def _preflight(folder: SsdFolder, capacity_bytes: int, timeout_s: float) -> None
         folder.set_index_aside(f"reading it took longer than {timeout_s:.0f} s")
         return
     if child.returncode:
-        said = child.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-        folder.set_index_aside(f"reading it ended with status {child.returncode} {' '.join(said)}".rstrip())
+        said = " ".join(child.stderr.decode("utf-8", "replace").strip().splitlines()[-1:])
+        how = f"reading it ended with status {child.returncode} {said}".rstrip()
+        if child.returncode not in _DAMAGE_STATUSES:
+            raise TierUnavailable(
+                f"{name}: folder {folder.path}: the index could not be examined after an unclean end: {how}: "
+                "nothing was changed; try again when there is memory, space and permission"
+            )
+        folder.set_index_aside(how)
 
 
 def _open_index(folder: SsdFolder, capacity_bytes: int) -> tuple[SsdIndex, list[IndexRecord], list[bytes]]:
