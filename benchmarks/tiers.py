@@ -1,8 +1,8 @@
 """Put and fetch of each tier beside its raw medium: GB/s, p99 and CPU, medians of interleaved rounds.
 
 dram     copy with checksum into and out of arena slots, beside np.copyto (memcpy) of the same memory
-ssd      SsdTier.write (durable, 128 MiB in four calls at a time) and .read (verified), beside O_DIRECT writes with
-         fdatasync and reads of the same sizes by as many threads
+ssd      SsdTier.write (durable, 128 MiB in four calls at a time) and .read (verified), beside O_DIRECT
+         writes with fdatasync and reads of the same sizes by as many threads
 remote   RemoteTier.write and .read (verified), beside SET and GET over as many plain sockets to the server
 
 p99_ms is of one call with ``batch_blocks`` blocks; cpu_s_per_gb is of this process, all threads.

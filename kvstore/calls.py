@@ -16,21 +16,24 @@ import numpy as np
 
 from kvstore.errors import (
     CorruptBlock,
+    InvalidLayout,
     InvalidRequest,
     KVStoreError,
     ProtocolMismatch,
-    ServerUnavailable,
     TierFull,
     TierUnavailable,
+    TimedOut,
 )
-from kvstore.keys import PrefixChain
-from kvstore.layout import Part
+from kvstore.keys import Namespace, PrefixChain
+from kvstore.layout import KVLayout, Part
 from kvstore.messages import (
+    AdvanceEpoch,
     Answer,
     ChainRef,
     Check,
     Commit,
     Count,
+    Demote,
     Done,
     Drop,
     Failed,
@@ -38,6 +41,7 @@ from kvstore.messages import (
     Flush,
     Lent,
     LentSlot,
+    ListNamespaces,
     Match,
     Matched,
     Ping,
@@ -51,11 +55,12 @@ from kvstore.messages import (
     ReturnSlots,
     Stats,
     UnusedSlot,
+    Why,
     WrittenSlot,
     timeout_us,
 )
 from kvstore.miss import MissReason
-from kvstore.results import PrefixMatch, PutResult
+from kvstore.results import BlockReport, PrefixMatch, PutResult
 from kvstore.transfer import Bytes, ReadEnd, SlotReader, read_slots, write_slots
 from kvstore.wire import MAX_KEYS
 
@@ -65,10 +70,6 @@ WINDOW_BYTES = 128 << 20
 _MAX_WINDOW_BLOCKS = 1024
 _ANSWER_RESERVE_S = 0.002
 _MAX_REPORT_JSON = 1 << 20
-
-
-class TimedOut(ServerUnavailable):
-    """The server did not answer within the call's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,10 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Step: run a function that copies. It gets a predicate: stop, time is up or nobody waits any more."""
+    """Step: run a function that copies.
+
+    It gets a predicate that says to stop: time is up, nobody waits any more, or the connection is lost.
+    """
 
     run: Callable[[Callable[[], bool]], object]
     size_bytes: int
@@ -172,6 +176,40 @@ def drop_plan(session: Session, chain: PrefixChain, part: Part | None) -> Plan[i
     _check_keys(chain)
     answer = yield from _ask(Drop(ChainRef(chain, part), _server_timeout_us(session)), Count)
     return answer.count
+
+
+def demote_plan(session: Session, chain: PrefixChain, part: Part | None) -> Plan[int]:
+    """Write blocks to a tier below and take them out of the top tier."""
+    _check_keys(chain)
+    answer = yield from _ask(Demote(ChainRef(chain, part), _server_timeout_us(session)), Count)
+    return answer.count
+
+
+def why_plan(session: Session, chain: PrefixChain, part: Part | None) -> Plan[list[BlockReport]]:
+    """Explain the blocks of a chain."""
+    _check_keys(chain)
+    answer = yield from _ask(Why(ChainRef(chain, part), _server_timeout_us(session)), Report)
+    try:
+        return [BlockReport.from_dict(item) for item in _load_list(answer.json)]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ProtocolMismatch(f"answer: a block's report is malformed: {error}") from error
+
+
+def advance_epoch_plan(model: str) -> Plan[int]:
+    """End the present epoch of a model."""
+    answer = yield from _ask(AdvanceEpoch(model), Count)
+    return answer.count
+
+
+def namespaces_plan() -> Plan[list[Namespace]]:
+    """Ask for the namespaces that clients opened."""
+    answer = yield from _ask(ListNamespaces(), Report)
+    try:
+        return [
+            Namespace(**{**item, "layout": KVLayout(**item["layout"])}) for item in _load_list(answer.json)
+        ]
+    except (KeyError, TypeError, InvalidLayout) as error:
+        raise ProtocolMismatch(f"answer: a namespace is malformed: {error}") from error
 
 
 def ping_plan() -> Plan[None]:
@@ -280,7 +318,7 @@ def _copy_out(
         if end is ReadEnd.ALL:
             return None
         if end is ReadEnd.STOPPED:
-            return MissReason.TIMED_OUT
+            return MissReason.UNAVAILABLE if session.remaining_s() > 0 else MissReason.TIMED_OUT
         session.note_corrupt()
         if end is ReadEnd.DAMAGED:
             corrupt = ChainRef(about.chain[good : good + 1], about.part)
@@ -390,6 +428,13 @@ def allocate_blocks(length_bytes: int, into: list[Bytes]) -> BufferSource:
 
 def _window_blocks(length_bytes: int) -> int:
     return max(1, min(_MAX_WINDOW_BLOCKS, WINDOW_BYTES // max(1, length_bytes)))
+
+
+def _load_list(text: bytes) -> list[Any]:  # Any: JSON
+    value = _load_json(text)
+    if not isinstance(value, list):
+        raise ProtocolMismatch("answer: not a JSON list")
+    return value
 
 
 def _load_json(data: bytes) -> object:

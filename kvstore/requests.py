@@ -272,3 +272,42 @@ class Ping(EmptyMessage):
     """Is anybody there?"""
 
     KIND: ClassVar[int] = 14
+
+
+@dataclass(frozen=True, slots=True)
+class Why(ChainRequest):
+    """Explain the blocks of a chain one by one."""
+
+    KIND: ClassVar[int] = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Demote(ChainRequest):
+    """Write blocks to a tier below and take them out of the top tier."""
+
+    KIND: ClassVar[int] = 16
+
+
+@dataclass(frozen=True, slots=True)
+class AdvanceEpoch:
+    """End the present epoch of a model."""
+
+    KIND: ClassVar[int] = 17
+    model: str
+
+    def to_wire(self) -> Values:
+        """Return the model."""
+        return (self.model,)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked request."""
+        count_fields(values, 1, "advance_epoch")
+        return cls(text(values[0], "model", limit=4096))
+
+
+@dataclass(frozen=True, slots=True)
+class ListNamespaces(EmptyMessage):
+    """Ask for the namespaces that clients opened; salts are not told."""
+
+    KIND: ClassVar[int] = 18

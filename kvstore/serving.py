@@ -11,18 +11,20 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolMismatch, ServerUnavailable
 from kvstore.log_limit import LimitedWarning
 from kvstore.manager import BlockManager
 from kvstore.messages import (
+    AdvanceEpoch,
     Answer,
     ChainRef,
     Check,
     Commit,
     Count,
+    Demote,
     Done,
     Drop,
     Failed,
@@ -31,6 +33,7 @@ from kvstore.messages import (
     Flush,
     Lent,
     LentSlot,
+    ListNamespaces,
     Match,
     Matched,
     OpenNamespace,
@@ -45,6 +48,7 @@ from kvstore.messages import (
     ReturnSlots,
     Stats,
     TierNames,
+    Why,
     WrittenSlot,
     decode_request,
     encode_message,
@@ -55,6 +59,8 @@ from kvstore.wire import Frame, FrameDecoder
 
 logger = logging.getLogger(__name__)
 
+_MAX_WHY_BLOCKS = 1000
+_MAX_LISTED_NAMESPACES = 256
 MAX_IN_FLIGHT = 32
 """Requests of one connection that may be under way; more wait unread in its socket."""
 
@@ -260,8 +266,26 @@ class Connection(asyncio.Protocol):
                 return Count(
                     await self._manager.prefetch(about.chain, part=about.part, timeout_s=timeout_us / 1e6)
                 )
+            case _:
+                return await self._answer_control(request)
+
+    async def _answer_control(self, request: Request) -> Answer:
+        match request:
             case Drop(about, _):
                 return Count(await self._manager.drop(about.chain, part=about.part))
+            case Demote(about, timeout_us):
+                return Count(
+                    await self._manager.demote(about.chain, part=about.part, timeout_s=timeout_us / 1e6)
+                )
+            case Why(about, timeout_us):
+                reports = await self._manager.why(
+                    about.chain[:_MAX_WHY_BLOCKS], part=about.part, timeout_s=timeout_us / 1e6
+                )
+                return Report(json.dumps([report.as_dict() for report in reports]).encode())
+            case AdvanceEpoch(model):
+                return Count(await self._manager.advance_epoch(model))
+            case ListNamespaces():
+                return Report(json.dumps(self._namespaces_without_salts()).encode())
             case Check(sample_blocks):
                 lines = await self._manager.check(sample_blocks=sample_blocks)
                 return Report(json.dumps(lines[:_MAX_CHECK_LINES]).encode())
@@ -328,7 +352,7 @@ class Connection(asyncio.Protocol):
     def _open_namespace(self, request: OpenNamespace) -> Done:
         if request.namespace.digest not in self._namespaces and len(self._namespaces) >= _MAX_NAMESPACES:
             raise InvalidRequest(f"server: a connection may open {_MAX_NAMESPACES} namespaces")
-        self._namespaces.add(self._manager.open_namespace(request.namespace))
+        self._namespaces.add(self._manager.open_namespace(request.namespace, owner=self._owner))
         return Done()
 
     def _release(self, request: Release) -> None:
@@ -347,6 +371,14 @@ class Connection(asyncio.Protocol):
             await self._manager.report_damage(about.chain, part=about.part)
         except KVStoreError as error:
             self._malformed.warn("server: a reported block could not be looked at: %s", error)
+
+    def _namespaces_without_salts(self) -> list[dict[str, object]]:
+        listed = []
+        for space in self._manager.namespaces()[-_MAX_LISTED_NAMESPACES:]:
+            fields = asdict(space)
+            del fields["tenant_salt"]
+            listed.append(fields)
+        return listed
 
     def _report(self) -> Report:
         stats = {**self._manager.stats(), "server": self._counters.as_dict()}

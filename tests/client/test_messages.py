@@ -13,11 +13,13 @@ from kvstore.errors import ProtocolMismatch
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import KVLayout, Part
 from kvstore.messages import (
+    AdvanceEpoch,
     Answer,
     ChainRef,
     Check,
     Commit,
     Count,
+    Demote,
     Done,
     Drop,
     Failed,
@@ -27,6 +29,7 @@ from kvstore.messages import (
     Hello,
     Lent,
     LentSlot,
+    ListNamespaces,
     Match,
     Matched,
     OpenNamespace,
@@ -43,6 +46,7 @@ from kvstore.messages import (
     TierNames,
     UnusedSlot,
     Welcome,
+    Why,
     WrittenSlot,
     decode_answer,
     decode_request,
@@ -85,6 +89,10 @@ REQUESTS: dict[str, Request] = {
     "check": Check(64),
     "flush": Flush(1_000_000),
     "ping": Ping(),
+    "why": Why(_CHAIN, 50_000),
+    "demote": Demote(_TAIL, 50_000),
+    "advance_epoch": AdvanceEpoch("org/model"),
+    "list_namespaces": ListNamespaces(),
 }
 ANSWERS: dict[str, Answer] = {
     "welcome": Welcome(bytes(16), 1 << 30, 32),

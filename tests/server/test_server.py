@@ -342,7 +342,7 @@ async def test_a_chain_of_an_unknown_namespace_is_refused_and_the_connection_goe
         answer = await raw.ask(Match(about, 1000))
 
         assert isinstance(answer, Failed)
-        assert answer.code is FailureCode.INVALID_REQUEST
+        assert answer.code is FailureCode.NAMESPACE_NOT_OPEN
         assert await raw.ask(Ping()) == Done()
 
 

@@ -51,8 +51,11 @@ class IndexIsForeign(Exception):
 class SsdIndex:
     """An open environment."""
 
-    def __init__(self, environment: "lmdb.Environment") -> None:
+    def __init__(self, environment: "lmdb.Environment", folder: Path, map_bytes: int) -> None:
         self._env = environment
+        self._folder = folder
+        self._map_bytes = map_bytes
+        self._is_broken = False
 
     @classmethod
     def open(cls, folder: Path, *, capacity_bytes: int) -> "SsdIndex":
@@ -61,26 +64,27 @@ class SsdIndex:
         Raises:
             OSError, lmdb.Error: it cannot be opened, or the space cannot be had.
         """
+        index = cls.open_unreserved(folder, capacity_bytes=capacity_bytes)
+        try:
+            index._env.reader_check()
+            _reserve(folder / "data.mdb", index._map_bytes)
+        except BaseException:
+            index._env.close()
+            raise
+        return index
+
+    @classmethod
+    def open_unreserved(cls, folder: Path, *, capacity_bytes: int) -> "SsdIndex":
+        """Open or create the environment and take no space on disk: to examine what is there.
+
+        Raises:
+            OSError, lmdb.Error: it cannot be opened.
+        """
         map_bytes = map_size_bytes(capacity_bytes)
         folder.mkdir(mode=0o700, exist_ok=True)
         for leftover in folder.glob(f"{_REBUILT}*"):
             leftover.unlink()
-        environment = lmdb.open(
-            str(folder),
-            map_size=map_bytes,
-            mode=0o600,
-            metasync=True,
-            map_async=False,
-            max_readers=_MAX_READERS,
-            max_dbs=0,
-        )
-        try:
-            environment.reader_check()
-            _reserve(folder / "data.mdb", map_bytes)
-        except BaseException:
-            environment.close()
-            raise
-        return cls(environment)
+        return cls(_open_environment(folder, map_bytes), folder, map_bytes)
 
     def load(self) -> tuple[list[IndexRecord], list[bytes]]:
         """Return all sound records, and the keys of damaged ones.
@@ -131,7 +135,7 @@ class SsdIndex:
             str(folder / _REBUILT), subdir=False, map_size=map_size_bytes(capacity_bytes), mode=0o600
         )
         try:
-            smaller = SsdIndex(environment)
+            smaller = SsdIndex(environment, folder, map_size_bytes(capacity_bytes))
             smaller.commit_nothing()
             changes = [Change.store(record) for record in records]
             changes += [] if left_bytes is None else [Change.note_budget(left_bytes)]
@@ -155,6 +159,18 @@ class SsdIndex:
             lmdb.MapFullError: no room; nothing was changed.
             lmdb.Error: the disk failed; what was changed is in doubt.
         """
+        if self._is_broken:
+            self._env.close()
+            self._env = _open_environment(self._folder, self._map_bytes)
+            self._is_broken = False
+        try:
+            self._commit(changes)
+        except lmdb.PanicError:
+            # A meta page could not be written, after which LMDB refuses this environment for good.
+            self._is_broken = True
+            raise
+
+    def _commit(self, changes: Sequence[Change]) -> None:
         with self._env.begin(write=True) as transaction:
             for change in changes:
                 key = change.record.key
@@ -187,6 +203,18 @@ class SsdIndex:
             self._env.sync(True)
         finally:
             self._env.close()
+
+
+def _open_environment(folder: Path, map_bytes: int) -> "lmdb.Environment":
+    return lmdb.open(
+        str(folder),
+        map_size=map_bytes,
+        mode=0o600,
+        metasync=True,
+        map_async=False,
+        max_readers=_MAX_READERS,
+        max_dbs=0,
+    )
 
 
 def _reserve(path: Path, size_bytes: int) -> None:

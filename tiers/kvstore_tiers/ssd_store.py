@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from kvstore.errors import TierUnavailable
 from kvstore.tier import WriteStatus
 from kvstore_tiers.disk_io import DiskIO
 from kvstore_tiers.slab import Slab
+from kvstore_tiers.ssd_check import EXIT_UNUSABLE
 from kvstore_tiers.ssd_folder import SsdFolder, unavailable
 from kvstore_tiers.ssd_index import IndexIsForeign, SsdIndex
 from kvstore_tiers.ssd_record import Change, IndexRecord
@@ -22,6 +24,8 @@ from kvstore_tiers.ssd_record import Change, IndexRecord
 _log = logging.getLogger(__name__)
 
 _CHANGES_PER_TRANSACTION = 512
+_DAMAGE_STATUSES = (EXIT_UNUSABLE, -signal.SIGBUS, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGFPE)
+"""How the examination of a damaged index ends. Any other end says nothing about the index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +39,10 @@ class CommitOutcome:
 class SsdStore:
     """Slab and index of one folder, open and locked."""
 
-    def __init__(self, folder: SsdFolder, slab: Slab, index: SsdIndex, *, capacity_bytes: int) -> None:
+    def __init__(self, folder: SsdFolder, slab: Slab, index: SsdIndex) -> None:
         self._folder = folder
         self.slab = slab
         self._index = index
-        self._capacity_bytes = capacity_bytes
-        self._is_index_broken = False
 
     @classmethod
     def open(
@@ -62,12 +64,14 @@ class SsdStore:
         opened: list[Slab | SsdIndex] = []
         try:
             folder.remove_leftovers()
-            _preflight(folder, capacity_bytes, check_timeout_s)
+            _preflight(folder, capacity_bytes, check_timeout_s, name=name)
             folder.mark_dirty()
             slab, index, records = _open_parts(folder, capacity_bytes, opened)
             folder.sync()
-        except (OSError, lmdb.Error) as error:
+        except (OSError, lmdb.Error, TierUnavailable) as error:
             _close_parts(folder, opened)
+            if isinstance(error, TierUnavailable):
+                raise
             if isinstance(error, OSError):
                 doing = f"cannot hold {capacity_bytes} bytes of blocks and their index"
                 raise unavailable(name, path, doing, error) from error
@@ -75,8 +79,7 @@ class SsdStore:
                 f"{name}: folder {path}: the index cannot be opened: {error}: check the disk, or remove "
                 f"{folder.index_path}"
             ) from error
-        store = cls(folder, slab, index, capacity_bytes=capacity_bytes)
-        return store, sorted(records, key=attrgetter("recency"))
+        return cls(folder, slab, index), sorted(records, key=attrgetter("recency"))
 
     def commit(self, changes: Sequence[Change]) -> list[CommitOutcome]:
         """Make slab writes and index changes durable, in that order; one outcome per change.
@@ -94,8 +97,6 @@ class SsdStore:
         try:
             if not self._folder.is_present():
                 return [CommitOutcome(WriteStatus.UNAVAILABLE, "the folder was deleted")] * len(changes)
-            if self._is_index_broken:
-                self._reopen_index()
             if stores:
                 self.slab.sync()
             try:
@@ -103,23 +104,8 @@ class SsdStore:
             except lmdb.MapFullError:
                 return self._commit_apart(changes, stores, others)
         except (OSError, lmdb.Error) as error:
-            self._is_index_broken |= isinstance(error, lmdb.Error)
             return [CommitOutcome(WriteStatus.UNAVAILABLE, f"writing failed: {error}")] * len(changes)
         return [CommitOutcome(WriteStatus.OK)] * len(changes)
-
-    def _reopen_index(self) -> None:
-        """Open the index anew: an environment that failed to write its root refuses every later change.
-
-        Raises:
-            OSError, lmdb.Error: not yet.
-        """
-        try:
-            self._index.close()
-        except lmdb.Error as error:
-            _log.warning("folder %s: the failed index did not close: %s", self._folder.path, error)
-        self._index = SsdIndex.open(self._folder.index_path, capacity_bytes=self._capacity_bytes)
-        self._is_index_broken = False
-        _log.info("folder %s: the index was opened anew after a fault", self._folder.path)
 
     def budget_left_bytes(self) -> int | None:
         """Return what an earlier run had left of its write budget; None if it had none, 0 if unreadable."""
@@ -162,7 +148,7 @@ class SsdStore:
         return [CommitOutcome(WriteStatus.OK)] * len(changes)
 
 
-def _preflight(folder: SsdFolder, capacity_bytes: int, timeout_s: float) -> None:
+def _preflight(folder: SsdFolder, capacity_bytes: int, timeout_s: float, *, name: str) -> None:
     """After an unclean end, let a child process be the first to open the index."""
     if not folder.is_dirty() or not os.path.lexists(folder.index_path):
         return
@@ -175,8 +161,14 @@ def _preflight(folder: SsdFolder, capacity_bytes: int, timeout_s: float) -> None
         folder.discard_index(f"reading it took longer than {timeout_s:.0f} s")
         return
     if child.returncode:
-        said = child.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-        folder.discard_index(f"reading it ended with status {child.returncode} {' '.join(said)}".rstrip())
+        said = " ".join(child.stderr.decode("utf-8", "replace").strip().splitlines()[-1:])
+        how = f"reading it ended with status {child.returncode} {said}".rstrip()
+        if child.returncode not in _DAMAGE_STATUSES:
+            raise TierUnavailable(
+                f"{name}: folder {folder.path}: the index could not be examined after an unclean end: {how}: "
+                "nothing was changed; try again when there is memory, space and permission"
+            )
+        folder.discard_index(how)
 
 
 def _open_parts(

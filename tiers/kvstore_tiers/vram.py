@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from kvstore.errors import InvalidRequest, TierFull
+from kvstore.outlasting import outlast
 from kvstore.tier import Medium, Slot
 
 DEFAULT_STAGING_SLOTS = 64
@@ -190,14 +191,4 @@ class VramTier:
 
 async def _to_the_end(copy: Callable[[], None]) -> None:
     """Run a copy in the loop's executor; if cancelled, wait for its end first: its buffers are in use."""
-    future = asyncio.get_running_loop().run_in_executor(None, copy)
-    is_cancelled = False
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError:
-            is_cancelled = True
-    if is_cancelled:
-        future.exception()  # seen: whoever wanted the copy is gone
-        raise asyncio.CancelledError
-    future.result()
+    await outlast(asyncio.get_running_loop().run_in_executor(None, copy))
