@@ -1,6 +1,6 @@
-"""Copy with checksum out of a memfd, as an arena is one, in steps of several sizes, of either side.
+"""Copy with checksum out of a memfd, as an arena is one, in steps of several sizes, beside the plain copy.
 
-GB/s beside the plain copy, medians of interleaved runs over a set that is larger than the caches.
+Either side is summed. GB/s, medians of interleaved runs over a set that is larger than the caches.
 """
 
 import argparse

@@ -51,12 +51,15 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
         pin_budget_ratio=config.store.pin_budget_ratio,
     )
     new_policy = policy_named(config.store.policy)
+    folders = () if config.ssd is None else config.ssd.folders
     manager = BlockManager(
         dram,
         lower,
         settings=settings,
         new_policy=new_policy,
-        epoch_file=None if config.ssd is None else EpochFile(config.ssd.folders[0] / "epochs"),
+        epoch_file=None
+        if config.ssd is None
+        else EpochFile([folder / "epochs" for folder in config.ssd.folders]),
         clock=clock,
     )
     return Store(manager, dram)

@@ -21,6 +21,7 @@ from kvstore.miss import MissReason
 from kvstore.mover import Mover
 from kvstore.policy import EvictionPolicy, LruPolicy
 from kvstore.putting import Putter
+from kvstore.recency import Uses
 from kvstore.results import BlockReport, Fetched, FetchedBlock, LeaseId, Owner, PrefixMatch, Reserved
 from kvstore.space import Space
 from kvstore.state import ManagerSettings, State, WriteMode
@@ -29,9 +30,11 @@ from kvstore.tier import Slot, SlotTier, Tier
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0
-_TOUCHES = 65_536
 _SWEEP_S = 0.25
 """How often expired leases are looked for when no call does it."""
+
+_STUCK_AFTER_S = 1.0
+"""How long ``close`` waits for moves under way before it leaves them to their tier, which abandons them."""
 
 
 class BlockManager:
@@ -74,6 +77,7 @@ class BlockManager:
         self._space = Space(self._state, self._mover)
         self._loader = Loader(self._state, self._space, self._mover.write_through)
         self._epochs = EpochKeeper(self._state, self._space, epoch_file)
+        self._uses = Uses(self._state)
         self._maintenance: list[asyncio.Task[None]] = []
         self._closing: asyncio.Future[None] | None = None
         self._putter = Putter(self._state, self._space, self._mover, self._note_fill)
@@ -121,7 +125,7 @@ class BlockManager:
         await self._mover.stop(patience_s=_CLOSE_S)
         if not await self._loader.stop(timeout_s=_CLOSE_S):
             logger.warning("closing: loads have not ended after %g s: abandoned", _CLOSE_S)
-        await self._pass_on_uses()
+        await self._uses.tell()
         for tier in reversed(self._state.all_tiers()):
             closing = asyncio.ensure_future(tier.close())
             await asyncio.wait([closing], timeout=_CLOSE_S)
@@ -504,8 +508,7 @@ class BlockManager:
         names = [entry.name for entry in entries]
         for policy in state.policies.values():
             policy.touch(names)
-        if len(state.touched) < _TOUCHES:
-            state.touched.update(dict.fromkeys(reversed(names)))
+        self._uses.note(entries)
         if state.settings.write_mode is WriteMode.SECOND_HIT:
             self._mover.write_through(entries)
 
@@ -538,23 +541,16 @@ class BlockManager:
             await asyncio.sleep(_SWEEP_S)
             try:
                 self.expire()
-                await self._pass_on_uses()
+                self._doubt_tiers_that_are_down()
+                await self._uses.tell()
             except Exception:
-                logger.exception("ending expired leases or passing on uses failed")
+                logger.exception("ending expired leases, or telling tiers of uses, failed")
 
-    async def _pass_on_uses(self) -> None:
-        """Tell lower tiers of uses, for recency after a restart; doubt shared ones that are down."""
-        state = self._state
-        touched, state.touched = state.touched, {}
-        entries = [entry for name in touched if (entry := state.directory.find(name)) is not None]
-        for tier in state.lower:
-            if tier.is_shared:
-                if tier.name in state.beliefs and not tier.health().is_up:
-                    state.beliefs[tier.name].clear()
-                continue
-            used = [entry.block for entry in entries if entry.is_ready(tier.name)]
-            if used:
-                await tier.touch(used)
+    def _doubt_tiers_that_are_down(self) -> None:
+        """Believe nothing of a shared tier that may have lost everything meanwhile."""
+        for tier in self._state.lower:
+            if tier.name in self._state.beliefs and not tier.health().is_up:
+                self._state.beliefs[tier.name].clear()
 
     def expire(self) -> None:
         """End leases and lendings that are past their deadline; runs by itself several times a second."""

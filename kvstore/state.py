@@ -69,7 +69,6 @@ class State:
     counters: Counters = field(default_factory=Counters)
     freed: asyncio.Event = field(default_factory=asyncio.Event)
     beliefs: dict[str, Beliefs] = field(default_factory=dict)
-    touched: dict[StorageKey, None] = field(default_factory=dict)
 
     def all_tiers(self) -> list[SlotTier | Tier]:
         """All tiers, fastest first."""

@@ -96,6 +96,7 @@ async def test_blocks_beyond_the_room_are_dropped_from_the_end(client: Face) -> 
 
     assert put.stored + put.present + put.dropped == 8
     assert 0 < put.dropped < 8
+    assert len(put.doubtful) == put.dropped
     assert (await client.match(chain)).blocks == put.stored
 
 

@@ -606,10 +606,10 @@ async def test_tiers_below_are_told_of_uses_the_latest_last():
         await store.put(first)
         await store.put(second)
         await store.manager.flush(timeout_s=5)
-        for chain in (second, first):
+        for chain in (first, second, first):
             await store.fetch(chain)
 
-        await store.manager._pass_on_uses()
+        await store.manager._uses.tell()
 
         assert [block.key for block in disk.touched] == [*second.keys[::-1], *first.keys[::-1]]
 

@@ -68,7 +68,7 @@ async def test_a_shared_tier_that_was_down_is_no_reason_to_let_the_only_copy_go(
         await store.manager.flush(timeout_s=5)
         remote.stored.clear()
         remote.is_up = False
-        await store.manager._pass_on_uses()
+        store.manager._doubt_tiers_that_are_down()
         remote.is_up = True
 
         await store.put(SPACE.chain(range(100, 132)))
@@ -228,7 +228,7 @@ async def test_tiers_below_learn_of_uses_above_them():
         await store.manager.flush(timeout_s=5)
         await store.fetch(chain)
 
-        await store.manager._pass_on_uses()
+        await store.manager._uses.tell()
 
         assert [block.key for block in ssd.touched] == list(reversed(chain.keys))
 

@@ -131,11 +131,10 @@ class SsdIndex:
             left_bytes = self.budget_left_bytes()
         finally:
             self._env.close()
-        environment = lmdb.open(
-            str(folder / _REBUILT), subdir=False, map_size=map_size_bytes(capacity_bytes), mode=0o600
-        )
+        map_bytes = map_size_bytes(capacity_bytes)
+        environment = lmdb.open(str(folder / _REBUILT), subdir=False, map_size=map_bytes, mode=0o600)
         try:
-            smaller = SsdIndex(environment, folder, map_size_bytes(capacity_bytes))
+            smaller = SsdIndex(environment, folder, map_bytes)
             smaller.commit_nothing()
             changes = [Change.store(record) for record in records]
             changes += [] if left_bytes is None else [Change.note_budget(left_bytes)]

@@ -39,10 +39,12 @@ class CommitOutcome:
 class SsdStore:
     """Slab and index of one folder, open and locked."""
 
-    def __init__(self, folder: SsdFolder, slab: Slab, index: SsdIndex) -> None:
+    def __init__(self, folder: SsdFolder, slab: Slab, index: SsdIndex, *, capacity_bytes: int) -> None:
         self._folder = folder
         self.slab = slab
         self._index = index
+        self._capacity_bytes = capacity_bytes
+        self._is_index_broken = False
 
     @classmethod
     def open(
@@ -68,10 +70,11 @@ class SsdStore:
             folder.mark_dirty()
             slab, index, records = _open_parts(folder, capacity_bytes, opened)
             folder.sync()
-        except (OSError, lmdb.Error, TierUnavailable) as error:
+        except TierUnavailable:
             _close_parts(folder, opened)
-            if isinstance(error, TierUnavailable):
-                raise
+            raise
+        except (OSError, lmdb.Error) as error:
+            _close_parts(folder, opened)
             if isinstance(error, OSError):
                 doing = f"cannot hold {capacity_bytes} bytes of blocks and their index"
                 raise unavailable(name, path, doing, error) from error
@@ -79,7 +82,8 @@ class SsdStore:
                 f"{name}: folder {path}: the index cannot be opened: {error}: check the disk, or remove "
                 f"{folder.index_path}"
             ) from error
-        return cls(folder, slab, index), sorted(records, key=attrgetter("recency"))
+        store = cls(folder, slab, index, capacity_bytes=capacity_bytes)
+        return store, sorted(records, key=attrgetter("recency"))
 
     def commit(self, changes: Sequence[Change]) -> list[CommitOutcome]:
         """Make slab writes and index changes durable, in that order; one outcome per change.
@@ -97,6 +101,8 @@ class SsdStore:
         try:
             if not self._folder.is_present():
                 return [CommitOutcome(WriteStatus.UNAVAILABLE, "the folder was deleted")] * len(changes)
+            if self._is_index_broken:
+                self._reopen_index()
             if stores:
                 self.slab.sync()
             try:
@@ -104,8 +110,23 @@ class SsdStore:
             except lmdb.MapFullError:
                 return self._commit_apart(changes, stores, others)
         except (OSError, lmdb.Error) as error:
+            self._is_index_broken |= isinstance(error, lmdb.Error)
             return [CommitOutcome(WriteStatus.UNAVAILABLE, f"writing failed: {error}")] * len(changes)
         return [CommitOutcome(WriteStatus.OK)] * len(changes)
+
+    def _reopen_index(self) -> None:
+        """Open the index anew: an environment that failed to write its root refuses every later change.
+
+        Raises:
+            OSError, lmdb.Error: not yet.
+        """
+        try:
+            self._index.close()
+        except lmdb.Error as error:
+            _log.warning("folder %s: the failed index did not close: %s", self._folder.path, error)
+        self._index = SsdIndex.open(self._folder.index_path, capacity_bytes=self._capacity_bytes)
+        self._is_index_broken = False
+        _log.info("folder %s: the index was opened anew after a fault", self._folder.path)
 
     def budget_left_bytes(self) -> int | None:
         """Return what an earlier run had left of its write budget; None if it had none, 0 if unreadable."""
