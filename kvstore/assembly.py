@@ -5,9 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.config import Config, RemoteConfig, SsdConfig
+from kvstore.epoch_file import EpochFile
 from kvstore.manager import BlockManager
 from kvstore.policy import policy_named
-from kvstore.state import ManagerSettings
+from kvstore.state import ManagerSettings, WriteMode
 from kvstore.tier import Tier
 from kvstore_tiers.dram import DramTier
 
@@ -29,7 +30,7 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
         InvalidConfig: the remote tier's password cannot be had.
     """
     dram = DramTier(
-        capacity_bytes=config.dram.capacity_bytes + config.dram.staging_bytes,
+        capacity_bytes=config.dram.capacity_bytes,
         staging_bytes=config.dram.staging_bytes,
         is_locked=config.dram.lock_memory,
     )
@@ -45,35 +46,60 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
         low_water_ratio=config.store.low_water_ratio,
         write_queue_blocks=config.store.write_queue_blocks,
         write_batch_blocks=config.store.write_batch_blocks,
+        write_mode=WriteMode(config.store.write_mode),
+        namespace_quota_ratio=config.store.namespace_quota_ratio,
+        pin_budget_ratio=config.store.pin_budget_ratio,
     )
     new_policy = policy_named(config.store.policy)
-    return Store(BlockManager(dram, lower, settings=settings, new_policy=new_policy, clock=clock), dram)
+    folders = () if config.ssd is None else config.ssd.folders
+    manager = BlockManager(
+        dram,
+        lower,
+        settings=settings,
+        new_policy=new_policy,
+        epoch_file=None
+        if config.ssd is None
+        else EpochFile([folder / "epochs" for folder in config.ssd.folders]),
+        clock=clock,
+    )
+    return Store(manager, dram)
 
 
 def _ssd_tier(config: SsdConfig) -> Tier:
     # Only a store with such a tier needs its package.
-    from kvstore_tiers.ssd import SsdTier
+    from kvstore_tiers.ssd import Numbers, SsdTier
+    from kvstore_tiers.ssd_array import SsdArray
 
-    return SsdTier(
-        config.path,
-        capacity_bytes=config.capacity_bytes,
-        io_threads=config.io_threads,
-    )
+    numbers = Numbers()
+    disks = [
+        SsdTier(
+            folder,
+            capacity_bytes=config.capacity_bytes,
+            io_threads=config.io_threads,
+            write_budget_bytes_per_day=config.write_budget_bytes_per_day,
+            numbers=numbers,
+        )
+        for folder in config.folders
+    ]
+    return disks[0] if len(disks) == 1 else SsdArray(disks)
 
 
 def _remote_tier(config: RemoteConfig, clock: Callable[[], float]) -> Tier:
     # Only a store with such a tier needs its package.
     from kvstore_tiers.remote import RemoteTier
+    from kvstore_tiers.remote_tls import TlsFiles
 
     return RemoteTier(
         config.url,
         user=config.username or "",
         password=config.password() or "",
+        sentinel_master=config.sentinel_master,
         key_prefix=config.key_prefix,
         ttl_s=config.ttl_s or None,
         timeout_s=config.timeout_s,
         num_connections=config.num_connections,
         breaker_backoff_s=config.breaker_backoff_s,
         breaker_backoff_max_s=config.breaker_backoff_max_s,
+        tls=TlsFiles(config.tls_ca_file, config.tls_cert_file, config.tls_key_file),
         clock=clock,
     )

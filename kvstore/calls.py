@@ -16,21 +16,24 @@ import numpy as np
 
 from kvstore.errors import (
     CorruptBlock,
+    InvalidLayout,
     InvalidRequest,
     KVStoreError,
     ProtocolMismatch,
-    ServerUnavailable,
     TierFull,
     TierUnavailable,
+    TimedOut,
 )
-from kvstore.keys import PrefixChain
-from kvstore.layout import Part
+from kvstore.keys import Namespace, PrefixChain
+from kvstore.layout import KVLayout, Part
 from kvstore.messages import (
+    AdvanceEpoch,
     Answer,
     ChainRef,
     Check,
     Commit,
     Count,
+    Demote,
     Done,
     Drop,
     Failed,
@@ -38,6 +41,7 @@ from kvstore.messages import (
     Flush,
     Lent,
     LentSlot,
+    ListNamespaces,
     Match,
     Matched,
     Ping,
@@ -51,11 +55,12 @@ from kvstore.messages import (
     ReturnSlots,
     Stats,
     UnusedSlot,
+    Why,
     WrittenSlot,
     timeout_us,
 )
 from kvstore.miss import MissReason
-from kvstore.results import PrefixMatch, PutResult
+from kvstore.results import BlockReport, PrefixMatch, PutResult
 from kvstore.transfer import Bytes, ReadEnd, SlotReader, read_slots, write_slots
 from kvstore.wire import MAX_KEYS
 
@@ -65,10 +70,6 @@ WINDOW_BYTES = 128 << 20
 _MAX_WINDOW_BLOCKS = 1024
 _ANSWER_RESERVE_S = 0.002
 _MAX_REPORT_JSON = 1 << 20
-
-
-class TimedOut(ServerUnavailable):
-    """The server did not answer within the call's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,10 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Step: run a function that copies. It gets a predicate: stop, time is up or nobody waits any more."""
+    """Step: run a function that copies.
+
+    It gets a predicate that says to stop: time is up, nobody waits any more, or the connection is lost.
+    """
 
     run: Callable[[Callable[[], bool]], object]
     size_bytes: int
@@ -174,6 +178,40 @@ def drop_plan(session: Session, chain: PrefixChain, part: Part | None) -> Plan[i
     return answer.count
 
 
+def demote_plan(session: Session, chain: PrefixChain, part: Part | None) -> Plan[int]:
+    """Write blocks to a tier below and take them out of the top tier."""
+    _check_keys(chain)
+    answer = yield from _ask(Demote(ChainRef(chain, part), _server_timeout_us(session)), Count)
+    return answer.count
+
+
+def why_plan(session: Session, chain: PrefixChain, part: Part | None) -> Plan[list[BlockReport]]:
+    """Explain the blocks of a chain."""
+    _check_keys(chain)
+    answer = yield from _ask(Why(ChainRef(chain, part), _server_timeout_us(session)), Report)
+    try:
+        return [BlockReport.from_dict(item) for item in _load_list(answer.json)]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ProtocolMismatch(f"answer: a block's report is malformed: {error}") from error
+
+
+def advance_epoch_plan(model: str) -> Plan[int]:
+    """End the present epoch of a model."""
+    answer = yield from _ask(AdvanceEpoch(model), Count)
+    return answer.count
+
+
+def namespaces_plan() -> Plan[list[Namespace]]:
+    """Ask for the namespaces that clients opened."""
+    answer = yield from _ask(ListNamespaces(), Report)
+    try:
+        return [
+            Namespace(**{**item, "layout": KVLayout(**item["layout"])}) for item in _load_list(answer.json)
+        ]
+    except (KeyError, TypeError, InvalidLayout) as error:
+        raise ProtocolMismatch(f"answer: a namespace is malformed: {error}") from error
+
+
 def ping_plan() -> Plan[None]:
     """Ask whether the server answers."""
     yield from _ask(Ping(), Done)
@@ -194,9 +232,9 @@ def stats_plan() -> Plan[dict[str, Any]]:
     return value
 
 
-def check_plan(sample_blocks: int) -> Plan[list[str]]:
+def check_plan(session: Session, sample_blocks: int) -> Plan[list[str]]:
     """Have the server verify its invariants; one line per violation."""
-    answer = yield from _ask(Check(sample_blocks), Report)
+    answer = yield from _ask(Check(sample_blocks, _server_timeout_us(session)), Report)
     value = _load_json(answer.json)
     if not isinstance(value, list) or not all(isinstance(line, str) for line in value):
         raise ProtocolMismatch("answer: check's lines are not a JSON list of texts")
@@ -280,7 +318,7 @@ def _copy_out(
         if end is ReadEnd.ALL:
             return None
         if end is ReadEnd.STOPPED:
-            return MissReason.TIMED_OUT
+            return MissReason.UNAVAILABLE if session.remaining_s() > 0 else MissReason.TIMED_OUT
         session.note_corrupt()
         if end is ReadEnd.DAMAGED:
             corrupt = ChainRef(about.chain[good : good + 1], about.part)
@@ -294,12 +332,37 @@ class PutTally:
 
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
-        self.stored = 0
-        self.present = 0
+        self._stored = 0
+        self._present = 0
+        self._is_certain = bytearray(blocks)
+
+    def note_lent(self, start: int, blocks: int, lent: Lent) -> None:
+        """Note what the server said of ``blocks`` blocks from position ``start``: how many are present.
+
+        Slots are lent in chain order. So what is not lent before the last lent block is present; what comes
+        after it only if there was room for every block that is missing.
+        """
+        self._present += lent.present
+        missing = [slot.position for slot in lent.slots]
+        known = missing[-1] if missing else 0
+        if len(missing) + lent.present == blocks:
+            known = blocks
+        for position in set(range(known)).difference(missing):
+            self._is_certain[start + position] = 1
+
+    def note_stored(self, start: int, written: Sequence[WrittenSlot], num_stored: int) -> None:
+        """Note how many of the written blocks were stored; the others came too late."""
+        self._stored += num_stored
+        self._present += len(written) - num_stored
+        if num_stored == len(written):
+            for slot in written:
+                self._is_certain[start + slot.position] = 1
 
     def result(self) -> PutResult:
         """Return the result of the call."""
-        return PutResult(self.stored, self.present, self._blocks - self.stored - self.present)
+        doubtful = tuple([at for at, is_certain in enumerate(self._is_certain) if not is_certain])
+        dropped = self._blocks - self._stored - self._present
+        return PutResult(self._stored, self._present, dropped, doubtful)
 
 
 def put_plan(
@@ -324,12 +387,13 @@ def put_plan(
         room = len(about.chain) - lent.present
         if len(lent.slots) > room or (lent.slots and lent.slots[-1].position >= len(about.chain)):
             raise ProtocolMismatch("answer: lent slots do not fit the request")
-        tally.present += lent.present
+        tally.note_lent(start, len(about.chain), lent)
         if lent.slots:
             yield from _write_and_commit(
                 session,
                 about,
                 lent.slots,
+                start=start,
                 payloads=payloads[start:],
                 checksums=None if checksums is None else checksums[start:],
                 tally=tally,
@@ -343,6 +407,7 @@ def _write_and_commit(
     about: ChainRef,
     slots: tuple[LentSlot, ...],
     *,
+    start: int,
     payloads: Sequence[Bytes],
     checksums: Sequence[int] | None,
     tally: PutTally,
@@ -361,8 +426,7 @@ def _write_and_commit(
             stored = yield from _ask(Commit(about, tuple(written)), Count)
             if stored.count > len(written):
                 raise ProtocolMismatch("answer: more blocks stored than were committed")
-            tally.stored += stored.count
-            tally.present += len(written) - stored.count
+            tally.note_stored(start, written, stored.count)
         unused = slots[len(written) :]
     finally:
         if unused:
@@ -390,6 +454,13 @@ def allocate_blocks(length_bytes: int, into: list[Bytes]) -> BufferSource:
 
 def _window_blocks(length_bytes: int) -> int:
     return max(1, min(_MAX_WINDOW_BLOCKS, WINDOW_BYTES // max(1, length_bytes)))
+
+
+def _load_list(text: bytes) -> list[Any]:  # Any: JSON
+    value = _load_json(text)
+    if not isinstance(value, list):
+        raise ProtocolMismatch("answer: not a JSON list")
+    return value
 
 
 def _load_json(data: bytes) -> object:

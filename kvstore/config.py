@@ -94,6 +94,20 @@ class StoreConfig:
         ),
     )
     write_batch_blocks: int = _key(16, Rule("Blocks written to a slower tier at once.", Kind.COUNT, 1, 1024))
+    write_mode: str = _key(
+        "through",
+        Rule(
+            "When a block is written to slower tiers: at once, when it leaves memory, or when used again.",
+            Kind.CHOICE,
+            choices=("through", "back", "second_hit"),
+        ),
+    )
+    namespace_quota_ratio: float = _key(
+        1.0, Rule("Share of each tier that one namespace may fill.", Kind.RATIO, 0.01, 1)
+    )
+    pin_budget_ratio: float = _key(
+        1.0, Rule("Share of memory that one namespace may keep leased.", Kind.RATIO, 0.01, 1)
+    )
     policy: str = _key(
         "lru", Rule("Order in which blocks are evicted.", Kind.CHOICE, choices=("fifo", "lru"))
     )
@@ -124,13 +138,34 @@ class SsdConfig:
 
     section: ClassVar[str] = "tiers.ssd"
 
-    path: Path = _required(
-        Rule("Folder for slab and index; made if absent, used by one server only.", Kind.FOLDER), Path
+    path: Path | None = _key(
+        None,
+        Rule("Folder for slab and index; made if absent, used by one server only.", Kind.FOLDER),
+    )
+    paths: tuple[Path, ...] = _key(
+        (), Rule("In place of path: several folders, one per disk; a block lies in one.", Kind.FOLDERS)
     )
     capacity_bytes: int = _required(
-        Rule("Disk space for blocks, preallocated at the start.", Kind.SIZE, _MIB, 1024 * _TIB), int
+        Rule(
+            "Disk space for blocks in each folder, preallocated at the start.", Kind.SIZE, _MIB, 1024 * _TIB
+        ),
+        int,
     )
-    io_threads: int = _key(4, Rule("Threads that read and write.", Kind.COUNT, 1, 64))
+    write_budget_bytes_per_day: int = _key(
+        0,
+        Rule(
+            "Bytes written to each folder per day; below half of it only blocks seen before. 0: no limit.",
+            Kind.SIZE,
+            0,
+            1024 * _TIB,
+        ),
+    )
+    io_threads: int = _key(4, Rule("Threads that read and write, for each folder.", Kind.COUNT, 1, 64))
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """The folders, however they were given."""
+        return self.paths or ((self.path,) if self.path is not None else ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,13 +174,29 @@ class RemoteConfig:
 
     section: ClassVar[str] = "tiers.remote"
 
-    url: str = _required(Rule("Address of the server, without user and password.", Kind.URL), str)
+    url: str = _required(Rule("Address of the servers, without user and password.", Kind.URL), str)
     username: str | None = _key(None, Rule("ACL user; absent: the server's default user.", Kind.NAME))
     password_env: str | None = _key(
         None, Rule("Name of the environment variable that holds the password.", Kind.NAME)
     )
     password_file: Path | None = _key(
         None, Rule("File that holds the password on its first line.", Kind.FOLDER)
+    )
+    sentinel_master: str = _key(
+        "mymaster", Rule("Name that the sentinels of a redis+sentinel url know the master by.", Kind.NAME)
+    )
+    tls_ca_file: Path | None = _key(
+        None,
+        Rule(
+            "PEM file of the authorities that a rediss server is trusted by; absent: the system's.",
+            Kind.FOLDER,
+        ),
+    )
+    tls_cert_file: Path | None = _key(
+        None, Rule("PEM file of the certificate that is shown to a rediss server.", Kind.FOLDER)
+    )
+    tls_key_file: Path | None = _key(
+        None, Rule("PEM file of its key; absent: the key is in tls_cert_file.", Kind.FOLDER)
     )
     key_prefix: str = _key("kvstore", Rule("First part of every key written there.", Kind.NAME))
     ttl_s: float = _key(
@@ -155,17 +206,17 @@ class RemoteConfig:
     timeout_s: float = _key(
         0.05, Rule("Longest wait for one answer of the server.", Kind.DURATION, 0.001, 60)
     )
-    num_connections: int = _key(4, Rule("Connections kept to the server.", Kind.COUNT, 1, 256))
+    num_connections: int = _key(4, Rule("Connections kept to each server.", Kind.COUNT, 1, 256))
     breaker_backoff_s: float = _key(
         0.5,
         Rule(
-            "Pause after a failure before the server is tried again; doubles while it fails.",
+            "Pause after a failure before a server is asked again; doubles while it does not answer.",
             Kind.DURATION,
             0.01,
             3600,
         ),
     )
-    breaker_backoff_max_s: float = _key(10.0, Rule("Longest such pause.", Kind.DURATION, 0.01, 3600))
+    breaker_backoff_max_s: float = _key(5.0, Rule("Longest such pause.", Kind.DURATION, 0.01, 3600))
 
     def password(self, environ: Mapping[str, str] = os.environ) -> str | None:
         """Return the password from where the configuration says it is; None if it names no place.
@@ -384,8 +435,10 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 def _check_together(config: Config) -> None:
     """Refuse values that are fine alone and wrong together."""
-    problem = None
     store, remote = config.store, config.remote
+    problem = _ssd_problem(config.ssd)
+    if problem is not None:
+        raise InvalidConfig(f"{config.source}: {problem}")
     if store.low_water_ratio > store.high_water_ratio:
         problem = (
             f"[store] low_water_ratio: is {store.low_water_ratio:g}, above high_water_ratio"
@@ -393,13 +446,39 @@ def _check_together(config: Config) -> None:
         )
     elif remote is not None and remote.password_env is not None and remote.password_file is not None:
         problem = "[tiers.remote] password_env: password_file is given too: keep one of them"
-    elif remote is not None and remote.breaker_backoff_s > remote.breaker_backoff_max_s:
-        problem = (
+    elif remote is not None:
+        problem = _remote_problem(remote)
+    if problem is not None:
+        raise InvalidConfig(f"{config.source}: {problem}")
+
+
+def _remote_problem(remote: RemoteConfig) -> str | None:
+    if remote.breaker_backoff_s > remote.breaker_backoff_max_s:
+        return (
             f"[tiers.remote] breaker_backoff_s: is {remote.breaker_backoff_s:g}, above breaker_backoff_max_s"
             f" {remote.breaker_backoff_max_s:g}: lower it"
         )
-    if problem is not None:
-        raise InvalidConfig(f"{config.source}: {problem}")
+    if remote.tls_key_file is not None and remote.tls_cert_file is None:
+        return "[tiers.remote] tls_key_file: there is no tls_cert_file that it belongs to: add that"
+    is_tls = remote.url.startswith("rediss")
+    if not is_tls and (remote.tls_ca_file is not None or remote.tls_cert_file is not None):
+        return (
+            "[tiers.remote] tls_ca_file, tls_cert_file: the url is not encrypted: let it begin with rediss,"
+            " or take the files out"
+        )
+    return None
+
+
+def _ssd_problem(ssd: SsdConfig | None) -> str | None:
+    if ssd is None:
+        return None
+    if not ssd.folders:
+        return "[tiers.ssd] path: is missing, expected an absolute path, or paths with a list of them"
+    if ssd.path is not None and ssd.paths:
+        return "[tiers.ssd] path: paths is given too: keep one of them"
+    if len(set(ssd.folders)) < len(ssd.folders):
+        return "[tiers.ssd] paths: names a folder twice: one folder per disk"
+    return None
 
 
 def _first_line(path: Path) -> str:

@@ -5,12 +5,14 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 SOCKET_PATH_MAX_BYTES = 107
 """Longest path a Unix socket can have on Linux: sun_path holds 108 bytes with its final zero (unix(7))."""
 
+_PORT_MAX = 65_535
 _TEXT_MAX_BYTES = 4096
+_LIST_MAX = 64
 _UNITS = {
     "": 1,
     "B": 1,
@@ -24,7 +26,12 @@ _UNITS = {
     "TiB": 1 << 40,
 }
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,6})?) ?([KMGT]i?B|B|)")
-_REMOTE_SCHEMES = ("redis", "rediss", "unix")
+_REMOTE_SCHEMES = ("redis", "rediss")
+_REMOTE_SCHEMES_OF_MANY = tuple(
+    f"{scheme}+{kind}" for scheme in _REMOTE_SCHEMES for kind in ("sentinel", "cluster")
+)
+_REMOTE_HOST = re.compile(r"(?:\[[0-9A-Fa-f:.%]+\]|[^\[\]:@,/?#\s]+)(?::([0-9]{1,5}))?")
+_REMOTE_MAX_HOSTS = 64
 
 
 class Kind(enum.Enum):
@@ -38,6 +45,7 @@ class Kind(enum.Enum):
     CHOICE = "choice"
     NAME = "text"
     FOLDER = "path"
+    FOLDERS = "list of paths"
     SOCKET = "socket path"
     URL = "URL"
 
@@ -162,6 +170,12 @@ def _read_folder(rule: Rule, raw: object) -> Path:
     return path
 
 
+def _read_folders(rule: Rule, raw: object) -> tuple[Path, ...]:
+    if not isinstance(raw, list | tuple) or len(raw) > _LIST_MAX:
+        raise BadValue(f"is {_shown(raw)}")
+    return tuple(item if isinstance(item, Path) else _read_folder(rule, item) for item in raw)
+
+
 def _read_socket(rule: Rule, raw: object) -> Path:
     path = _read_folder(rule, raw)
     length = len(str(path).encode())
@@ -175,7 +189,6 @@ def _read_url(rule: Rule, raw: object) -> str:
     text = _read_name(rule, raw) if isinstance(raw, str) else ""
     try:
         url = urlsplit(text)
-        port = url.port
     except ValueError:
         raise BadValue("is not a URL (value not shown)") from None
     if "@" in url.netloc or url.password or url.username:
@@ -185,15 +198,27 @@ def _read_url(rule: Rule, raw: object) -> str:
         )
     if url.query or url.fragment:
         raise BadValue("holds a query or fragment (value not shown): options are keys of this section")
-    if url.scheme not in _REMOTE_SCHEMES or port == 0:
-        raise BadValue("is not the address of a Redis-protocol server (value not shown)")
     if url.scheme == "unix":
         is_whole = not url.netloc and len(url.path) > 1 and len(url.path.encode()) <= SOCKET_PATH_MAX_BYTES
     else:
-        is_whole = bool(url.hostname) and re.fullmatch(r"/?|/[0-9]{1,5}", url.path) is not None
+        is_whole = _names_servers(url)
     if not is_whole:
         raise BadValue("is not the address of a Redis-protocol server (value not shown)")
     return text
+
+
+def _names_servers(url: SplitResult) -> bool:
+    """Whether a redis url is whole: host and port of one server or of several, and a database."""
+    is_many = url.scheme in _REMOTE_SCHEMES_OF_MANY
+    if not is_many and url.scheme not in _REMOTE_SCHEMES:
+        return False
+    hosts = [_REMOTE_HOST.fullmatch(host) for host in url.netloc.split(",")]
+    if len(hosts) > (_REMOTE_MAX_HOSTS if is_many else 1):
+        return False
+    if any(host is None or not 1 <= int(host[1] or 1) <= _PORT_MAX for host in hosts):
+        return False
+    databases = r"/?|/0" if url.scheme.endswith("cluster") else r"/?|/[0-9]{1,5}"
+    return re.fullmatch(databases, url.path) is not None
 
 
 _READERS = {
@@ -205,6 +230,7 @@ _READERS = {
     Kind.CHOICE: _read_choice,
     Kind.NAME: _read_name,
     Kind.FOLDER: _read_folder,
+    Kind.FOLDERS: _read_folders,
     Kind.SOCKET: _read_socket,
     Kind.URL: _read_url,
 }
@@ -212,6 +238,10 @@ _EXPECTED = {
     Kind.FLAG: "true or false",
     Kind.NAME: f"printable text of 1 to {_TEXT_MAX_BYTES} bytes",
     Kind.FOLDER: "an absolute path",
+    Kind.FOLDERS: f"a list of absolute paths, at most {_LIST_MAX}",
     Kind.SOCKET: f"an absolute path of at most {SOCKET_PATH_MAX_BYTES} bytes",
-    Kind.URL: "redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///PATH",
+    Kind.URL: (
+        "redis://HOST:PORT/DB, unix:///PATH, redis+sentinel://HOST:PORT,HOST:PORT/DB or"
+        " redis+cluster://HOST:PORT,HOST:PORT; with TLS rediss instead of redis"
+    ),
 }

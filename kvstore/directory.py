@@ -8,10 +8,10 @@ reaches another namespace's blocks and a chain is matched by plain dictionary lo
 import asyncio
 import enum
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
-from kvstore.errors import InvalidRequest
+from kvstore.errors import NamespaceNotOpen
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest
 from kvstore.layout import Part
 from kvstore.miss import MissReason
@@ -30,6 +30,20 @@ class CopyState(enum.Enum):
     WRITING = "writing"
     READY = "ready"
     DROPPING = "dropping"
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """Why and when the last copy of a block went.
+
+    ``tier`` is where it was, ``at_s`` an instant of the manager's clock, ``by`` the namespace whose blocks
+    needed the room (None: nobody's in particular).
+    """
+
+    reason: MissReason
+    tier: str
+    at_s: float
+    by: NamespaceDigest | None = None
 
 
 @dataclass(slots=True)
@@ -106,14 +120,14 @@ class BlockEntry:
 
 @dataclass(slots=True)
 class Shelf:
-    """The blocks of one part of one namespace."""
+    """The blocks of one part of one namespace. Of a stale one (an epoch that is over) none is served."""
 
     namespace: NamespaceDigest
     part: Part
     layout: bytes
     length_bytes: int
     entries: dict[BlockKey, BlockEntry] = field(default_factory=dict)
-
+    is_stale: bool = False
     part_bytes: bytes = b""
 
     def __post_init__(self) -> None:
@@ -140,50 +154,104 @@ class Directory:
         self._shelves: dict[tuple[NamespaceDigest, Part], Shelf] = {}
         self._namespaces: OrderedDict[NamespaceDigest, Namespace] = OrderedDict()
         self._by_name: dict[StorageKey, BlockEntry] = {}
-        self._gone: OrderedDict[StorageKey, MissReason] = OrderedDict()
+        self._gone: OrderedDict[StorageKey, Gone] = OrderedDict()
+        self._used_bytes: dict[tuple[str, NamespaceDigest], int] = {}
+        self._epochs: dict[str, int] = {}
 
-    def open_namespace(self, namespace: Namespace) -> NamespaceDigest:
+    def open_namespace(
+        self, namespace: Namespace, *, in_use: Callable[[], Set[NamespaceDigest]] = frozenset
+    ) -> NamespaceDigest:
         """Make a namespace known and return its digest.
 
-        Beyond MAX_NAMESPACES the one that was opened longest ago and has no blocks is forgotten.
+        Beyond MAX_NAMESPACES the one that was opened longest ago is forgotten, if it has no blocks and is
+        not ``in_use``.
         """
         digest = namespace.digest
         self._namespaces[digest] = namespace
         self._namespaces.move_to_end(digest)
         if len(self._namespaces) > MAX_NAMESPACES:
-            self._forget_empty_namespace()
+            self._forget_idle_namespace(in_use() | {digest})
         return digest
 
     def shelf(self, namespace: NamespaceDigest, part: Part | None) -> Shelf:
         """Return the shelf of a part (None: the whole block) of an open namespace.
 
         Raises:
-            InvalidRequest: the namespace was not opened.
+            NamespaceNotOpen: the namespace was not opened, or has been forgotten.
             InvalidLayout: the part does not fit the namespace's layout.
         """
         known = self._namespaces.get(namespace)
         if known is None:
-            raise InvalidRequest(f"namespace {namespace.hex()[:12]} is not open: call open_namespace first")
+            raise NamespaceNotOpen(f"namespace {namespace.hex()[:12]} is not open: call open_namespace first")
         layout = known.layout
         part = part or layout.whole
         shelf = self._shelves.get((namespace, part))
         if shelf is None:
             shelf = Shelf(namespace, part, layout.fingerprint, layout.part_bytes(part))
             self._shelves[namespace, part] = shelf
+        shelf.is_stale = known.epoch < self.epoch(known.model)
         return shelf
 
-    def adopt(self, header: BlockHeader, tier: str) -> BlockEntry | None:
-        """File a copy that a tier holds from an earlier run; None if it contradicts what is known."""
+    def epoch(self, model: str) -> int:
+        """Return the epoch that a model's namespaces must at least have; 0 if none was ever ended."""
+        return self._epochs.get(model, 0)
+
+    def epochs(self) -> dict[str, int]:
+        """Return the epochs of all models that ever ended one."""
+        return dict(self._epochs)
+
+    def raise_epoch(self, model: str, epoch: int) -> None:
+        """End every epoch of a model before ``epoch``: blocks of older namespaces are matched no more."""
+        self._epochs[model] = max(epoch, self.epoch(model))
+        for (digest, _), shelf in self._shelves.items():
+            known = self._namespaces.get(digest)
+            if known is not None and known.model == model:
+                shelf.is_stale = known.epoch < self._epochs[model]
+
+    def stale_entries(self, limit: int) -> list[BlockEntry]:
+        """Return up to ``limit`` entries of stale shelves that have copies and that nobody keeps."""
+        found: list[BlockEntry] = []
+        for shelf in self._shelves.values():
+            if not shelf.is_stale:
+                continue
+            for entry in shelf.entries.values():
+                if entry.copies and not entry.is_kept:
+                    found.append(entry)
+                    if len(found) == limit:
+                        return found
+        return found
+
+    def adopt(self, headers: Sequence[BlockHeader], tier: str) -> tuple[list[StorageKey], list[BlockId]]:
+        """File copies that a tier holds from an earlier run; returns their names, in the order given.
+
+        Those that contradict what is known are not filed: their blocks are returned beside.
+        """
+        names: list[StorageKey] = []
+        strangers: list[BlockId] = []
+        about: tuple[NamespaceDigest, Part, bytes, int] | None = None
+        shelf: Shelf | None = None
+        for header in headers:
+            (namespace, part, key), layout, length = header.block, header.layout, header.length_bytes
+            if (namespace, part, layout, length) != about:
+                about = (namespace, part, layout, length)
+                shelf = self._shelf_of(header)
+            if shelf is None:
+                strangers.append(header.block)
+                continue
+            entry = self.entry(shelf, key, header.parent, header.depth)
+            self.set_copy(entry, tier, Copy(CopyState.READY))
+            names.append(entry.name)
+        return names, strangers
+
+    def _shelf_of(self, header: BlockHeader) -> Shelf | None:
+        """Return the shelf that a stored block belongs on, made if need be; None if it contradicts it."""
         block = header.block
         shelf = self._shelves.get((block.namespace, block.part))
         if shelf is None:
             shelf = Shelf(block.namespace, block.part, header.layout, header.length_bytes)
             self._shelves[block.namespace, block.part] = shelf
-        if (shelf.layout, shelf.length_bytes) != (header.layout, header.length_bytes):
-            return None
-        entry = self.entry(shelf, block.key, header.parent, header.depth)
-        self.set_copy(entry, tier, Copy(CopyState.READY))
-        return entry
+        is_same = (shelf.layout, shelf.length_bytes) == (header.layout, header.length_bytes)
+        return shelf if is_same else None
 
     def find(self, name: StorageKey) -> BlockEntry | None:
         """Return the entry of a block, or None."""
@@ -201,23 +269,31 @@ class Directory:
     def set_copy(self, entry: BlockEntry, tier: str, copy: Copy) -> None:
         """Give an entry a copy in a tier (or change it), counting it as its parent's child."""
         known = entry.copies.get(tier)
-        copy.is_counted = known.is_counted if known else self._count_at_parent(entry, tier)
+        if known is None:
+            copy.is_counted = self._count_at_parent(entry, tier)
+            self._use_bytes(entry, tier, entry.length_bytes)
+        else:
+            copy.is_counted = known.is_counted
         entry.copies[tier] = copy
-        self._update_fastest(entry)
+        if entry.fastest is None and len(entry.copies) == 1:
+            entry.fastest = tier if copy.state is CopyState.READY and tier in self._certain_tiers else None
+        else:
+            self._update_fastest(entry)
 
     def set_state(self, entry: BlockEntry, tier: str, state: CopyState) -> None:
         """Change the state of a copy that is there."""
         entry.copies[tier].state = state
         self._update_fastest(entry)
 
-    def remove_copy(self, entry: BlockEntry, tier: str, reason: MissReason | None = None) -> Copy:
-        """Take an entry's copy in a tier away; with a reason, remember why once the last one is gone."""
+    def remove_copy(self, entry: BlockEntry, tier: str, gone: Gone | None = None) -> Copy:
+        """Take an entry's copy in a tier away, and remember why if it was the last and a reason is given."""
         copy = entry.copies.pop(tier)
+        self._use_bytes(entry, tier, -entry.length_bytes)
         self._update_fastest(entry)
         if copy.is_counted:
             self._uncount_at_parent(entry, tier)
-        if reason is not None and not entry.residency():
-            self._remember_gone(entry.name, reason)
+        if gone is not None and not entry.residency():
+            self.remember_gone(entry.name, gone)
         self.prune(entry)
         return copy
 
@@ -231,7 +307,24 @@ class Directory:
 
     def why_gone(self, name: StorageKey) -> MissReason:
         """Return why a block that is not stored is missing: NEVER_SEEN unless a record says more."""
-        return self._gone.get(name, MissReason.NEVER_SEEN)
+        gone = self._gone.get(name)
+        return MissReason.NEVER_SEEN if gone is None else gone.reason
+
+    def gone(self, name: StorageKey) -> Gone | None:
+        """Return the record of a block that is gone."""
+        return self._gone.get(name)
+
+    def namespace(self, digest: NamespaceDigest) -> Namespace | None:
+        """Return an open namespace."""
+        return self._namespaces.get(digest)
+
+    def namespaces(self) -> list[Namespace]:
+        """Return every namespace that is known."""
+        return list(self._namespaces.values())
+
+    def used_bytes(self, tier: str, namespace: NamespaceDigest) -> int:
+        """Payload bytes of a namespace's copies in a tier, in whatever state."""
+        return self._used_bytes.get((tier, namespace), 0)
 
     def forget_gone(self, name: StorageKey) -> None:
         """Drop the record of a block that is stored again."""
@@ -246,9 +339,9 @@ class Directory:
         shelf.entries[key] = self._by_name[entry.name] = entry
         return entry
 
-    def _forget_empty_namespace(self) -> None:
-        in_use = {namespace for (namespace, _), shelf in self._shelves.items() if shelf.entries}
-        digest = next((digest for digest in self._namespaces if digest not in in_use), None)
+    def _forget_idle_namespace(self, in_use: Set[NamespaceDigest]) -> None:
+        kept = in_use | {namespace for (namespace, _), shelf in self._shelves.items() if shelf.entries}
+        digest = next((digest for digest in self._namespaces if digest not in kept), None)
         if digest is not None:
             del self._namespaces[digest]
             for about in [about for about in self._shelves if about[0] == digest]:
@@ -257,8 +350,17 @@ class Directory:
     def _update_fastest(self, entry: BlockEntry) -> None:
         entry.fastest = next((tier for tier in self._certain_tiers if entry.is_ready(tier)), None)
 
-    def _remember_gone(self, name: StorageKey, reason: MissReason) -> None:
-        self._gone[name] = reason
+    def _use_bytes(self, entry: BlockEntry, tier: str, change: int) -> None:
+        about = (tier, entry.shelf.namespace)
+        used = self._used_bytes.get(about, 0) + change
+        if used:
+            self._used_bytes[about] = used
+        else:
+            self._used_bytes.pop(about, None)
+
+    def remember_gone(self, name: StorageKey, gone: Gone) -> None:
+        """Remember why a block is not stored any more."""
+        self._gone[name] = gone
         self._gone.move_to_end(name)
         if len(self._gone) > GONE_RECORDS:
             self._gone.popitem(last=False)

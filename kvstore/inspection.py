@@ -52,6 +52,9 @@ def _copies_are_sound(state: State) -> Iterator[str]:
             yield f"block {name}: leased, but not in {state.top.name}"
         if entry.leases < 0 or entry.holds < 0:
             yield f"block {name}: negative count of leases or holds"
+        is_needed = entry.copies or entry.is_kept or entry.loading is not None or any(entry.children.values())
+        if not is_needed:
+            yield f"block {name}: an entry without copies that nobody needs"
         for tier, names in known.items():
             if entry.is_ready(tier) != (entry.name in names):
                 yield f"block {name}: its state in {tier} and the order of its policy disagree"

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstore.directory import BlockEntry
+from kvstore.keys import NamespaceDigest
 from kvstore.results import LeaseId, Owner
 from kvstore.tier import Slot
 
@@ -42,6 +43,7 @@ class Holdings:
 
     leases: set[LeaseId] = field(default_factory=set)
     slots: dict[Slot, LentSlot] = field(default_factory=dict)
+    namespaces: set[NamespaceDigest] = field(default_factory=set)
 
 
 class LeaseTable:
@@ -57,6 +59,8 @@ class LeaseTable:
         self._next_owner = itertools.count(1)
         self._next_lease = itertools.count(1)
         self._tie = itertools.count()
+        self._sweep_at = _SPARE_DEADLINES
+        self._leased_bytes: dict[NamespaceDigest, int] = {}
 
     def new_owner(self) -> Owner:
         """Return an owner that has nothing yet."""
@@ -68,11 +72,19 @@ class LeaseTable:
         """Whether the owner has not ended. Only a live owner can be given anything."""
         return owner in self._owners
 
+    def note_namespace(self, owner: Owner, namespace: NamespaceDigest) -> None:
+        """Remember that a live owner uses a namespace."""
+        self._owners[owner].namespaces.add(namespace)
+
+    def used_namespaces(self) -> set[NamespaceDigest]:
+        """Return the namespaces that live owners use."""
+        return set().union(*(holdings.namespaces for holdings in self._owners.values()))
+
     def grant(self, owner: Owner, entries: Sequence[BlockEntry], deadline_s: float) -> LeaseId:
         """Lease entries to an owner."""
         lease_id = LeaseId(next(self._next_lease))
         for entry in entries:
-            entry.leases += 1
+            self._count_up(entry)
         self._leases[lease_id] = Lease(owner, tuple(entries), deadline_s)
         self._owners[owner].leases.add(lease_id)
         self._watch(deadline_s, lease_id, owner)
@@ -86,8 +98,7 @@ class LeaseTable:
         del self._leases[lease_id]
         self._owners[lease.owner].leases.discard(lease_id)
         for entry in lease.entries:
-            entry.leases -= 1
-            assert entry.leases >= 0, "a lease was counted down twice"
+            self._count_down(entry)
         return lease.entries
 
     def lend(self, owner: Owner, slots: Sequence[Slot], *, length_bytes: int, deadline_s: float) -> None:
@@ -106,15 +117,14 @@ class LeaseTable:
     def publish(self, owner: Owner, slot: Slot, entry: BlockEntry) -> None:
         """Tie a lent slot to the block it now holds; the owner keeps a lease on that block."""
         self._owners[owner].slots[slot].entry = entry
-        entry.leases += 1
+        self._count_up(entry)
 
     def take_back(self, owner: Owner, slot: Slot) -> LentSlot | None:
         """End the lending of one slot; None if this owner does not have it."""
         holdings = self._owners.get(owner)
         lent = holdings.slots.pop(slot, None) if holdings else None
         if lent is not None and lent.entry is not None:
-            lent.entry.leases -= 1
-            assert lent.entry.leases >= 0, "a lent slot was counted down twice"
+            self._count_down(lent.entry)
         return lent
 
     def end_owner(self, owner: Owner) -> tuple[list[BlockEntry], list[Slot]]:
@@ -161,6 +171,10 @@ class LeaseTable:
             if lent.entry is None
         ]
 
+    def leased_bytes(self, namespace: NamespaceDigest) -> int:
+        """Payload bytes of a namespace's leased blocks, each counted once."""
+        return self._leased_bytes.get(namespace, 0)
+
     @property
     def num_leases(self) -> int:
         """Leases that have not ended."""
@@ -171,15 +185,36 @@ class LeaseTable:
         """Owners that have not ended."""
         return len(self._owners)
 
+    def _count_up(self, entry: BlockEntry) -> None:
+        entry.leases += 1
+        if entry.leases == 1:
+            namespace = entry.shelf.namespace
+            self._leased_bytes[namespace] = self.leased_bytes(namespace) + entry.length_bytes
+
+    def _count_down(self, entry: BlockEntry) -> None:
+        entry.leases -= 1
+        assert entry.leases >= 0, "a lease was counted down twice"
+        if entry.leases == 0:
+            namespace = entry.shelf.namespace
+            left = self.leased_bytes(namespace) - entry.length_bytes
+            if left:
+                self._leased_bytes[namespace] = left
+            else:
+                del self._leased_bytes[namespace]
+
     def _watch(self, deadline_s: float, lease_id: LeaseId | None, owner: Owner) -> None:
         if deadline_s == math.inf:
             return
         heapq.heappush(self._deadlines, (deadline_s, next(self._tie), lease_id, owner))
-        if len(self._deadlines) > 4 * len(self._leases) + _SPARE_DEADLINES:
-            # Most of these ended before their deadline; slots' deadlines are kept, there are few owners.
-            self._deadlines = [
-                watch
-                for watch in self._deadlines
-                if (watch[2] in self._leases if watch[2] is not None else watch[3] in self._owners)
-            ]
+        if len(self._deadlines) > self._sweep_at:
+            # Most of these ended before their deadline. Sweeping only after a doubling keeps it cheap.
+            self._deadlines = [watch for watch in self._deadlines if self._is_pending(watch)]
             heapq.heapify(self._deadlines)
+            self._sweep_at = 2 * len(self._deadlines) + _SPARE_DEADLINES
+
+    def _is_pending(self, watch: tuple[float, int, LeaseId | None, Owner]) -> bool:
+        deadline_s, _, lease_id, owner = watch
+        if lease_id is not None:
+            return lease_id in self._leases
+        holdings = self._owners.get(owner)
+        return holdings is not None and any(lent.deadline_s == deadline_s for lent in holdings.slots.values())

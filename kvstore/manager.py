@@ -6,24 +6,35 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from kvstore.directory import BlockEntry, Copy, CopyState, Directory, Shelf
-from kvstore.errors import InvalidRequest, TierFull
+from kvstore.departing import Departure
+from kvstore.directory import BlockEntry, Directory, Shelf
+from kvstore.epoch_file import EpochFile
+from kvstore.epochs import EpochKeeper
+from kvstore.errors import InvalidRequest
+from kvstore.explain import explain
+from kvstore.garbage import garbage_collection_paused
 from kvstore.inspection import check_manager, check_top_copies
-from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
+from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
 from kvstore.loading import Loader
 from kvstore.miss import MissReason
 from kvstore.mover import Mover
 from kvstore.policy import EvictionPolicy, LruPolicy
-from kvstore.results import Fetched, FetchedBlock, LeaseId, Owner, PrefixMatch, Reserved, ReservedSlot
+from kvstore.putting import Putter
+from kvstore.recency import Uses
+from kvstore.results import BlockReport, Fetched, FetchedBlock, LeaseId, Owner, PrefixMatch, Reserved
 from kvstore.space import Space
-from kvstore.state import ManagerSettings, State
+from kvstore.state import ManagerSettings, State, WriteMode
 from kvstore.tier import Slot, SlotTier, Tier
 
 logger = logging.getLogger(__name__)
 
+_CLOSE_S = 5.0
 _SWEEP_S = 0.25
 """How often expired leases are looked for when no call does it."""
+
+_STUCK_AFTER_S = 1.0
+"""How long ``close`` waits for moves under way before it leaves them to their tier, which abandons them."""
 
 
 class BlockManager:
@@ -47,6 +58,7 @@ class BlockManager:
         *,
         settings: ManagerSettings | None = None,
         new_policy: Callable[[], EvictionPolicy] = LruPolicy,
+        epoch_file: EpochFile | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         names = [top.name, *(tier.name for tier in lower)]
@@ -64,7 +76,12 @@ class BlockManager:
         self._mover = Mover(self._state)
         self._space = Space(self._state, self._mover)
         self._loader = Loader(self._state, self._space, self._mover.write_through)
+        self._epochs = EpochKeeper(self._state, self._space, epoch_file)
+        self._uses = Uses(self._state)
         self._maintenance: list[asyncio.Task[None]] = []
+        self._closing: asyncio.Future[None] | None = None
+        self._putter = Putter(self._state, self._space, self._mover, self._note_fill)
+        self._departure = Departure(self._state, self._space, self._mover)
         self._needs_aging = asyncio.Event()
 
     async def open(self) -> None:
@@ -78,34 +95,55 @@ class BlockManager:
             for tier in state.all_tiers():
                 await tier.open()
                 opened.push_async_callback(tier.close)
+            is_trusted = await self._epochs.open()
             for lower in state.lower:
-                await self._learn(lower)
+                await self._learn(lower, is_trusted=is_trusted)
             opened.pop_all()
         self._mover.start()
         self._maintenance = [
-            asyncio.create_task(self._expire_forever(), name="manager-expire"),
+            asyncio.create_task(self._sweep_forever(), name="manager-sweep"),
             asyncio.create_task(self._age_forever(), name="manager-age"),
+            asyncio.create_task(self._epochs.poll_forever(), name="manager-epochs"),
         ]
 
     async def close(self, *, drain_s: float = 5.0) -> None:
-        """Let queued writes finish for up to ``drain_s`` seconds, then close the tiers. Idempotent."""
+        """Drain for up to ``drain_s`` seconds, then close the tiers. Idempotent; goes on if cancelled.
+
+        A medium that hangs is abandoned after a few seconds, with a warning.
+        """
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close(drain_s))
+        await asyncio.shield(self._closing)
+
+    async def _close(self, drain_s: float) -> None:
         if not self._maintenance:
             return
-        await self._mover.flush(timeout_s=drain_s)
+        await self.drain(timeout_s=drain_s)
         for task in self._maintenance:
             task.cancel()
         await asyncio.gather(*self._maintenance, return_exceptions=True)
-        self._maintenance = []
-        await self._mover.stop()
-        await self._loader.stop()
+        await self._mover.stop(patience_s=_CLOSE_S)
+        if not await self._loader.stop(timeout_s=_CLOSE_S):
+            logger.warning("closing: loads have not ended after %g s: abandoned", _CLOSE_S)
+        await self._uses.tell()
         for tier in reversed(self._state.all_tiers()):
-            await tier.close()
+            closing = asyncio.ensure_future(tier.close())
+            await asyncio.wait([closing], timeout=_CLOSE_S)
+            if not closing.done():
+                logger.warning("%s: has not closed after %g s: abandoned", tier.name, _CLOSE_S)
 
-    def open_namespace(self, namespace: Namespace) -> NamespaceDigest:
-        """Make a namespace known; needed before its chains are used. Idempotent. Returns its digest."""
-        for tier in self._state.lower:
+    def open_namespace(self, namespace: Namespace, *, owner: Owner | None = None) -> NamespaceDigest:
+        """Make a namespace known; needed before its chains are used. Idempotent. Returns its digest.
+
+        It is remembered while its owner lives or it has blocks, and longer while there are not too many.
+        """
+        state = self._state
+        for tier in state.lower:
             tier.open_namespace(namespace)
-        return self._state.directory.open_namespace(namespace)
+        digest = state.directory.open_namespace(namespace, in_use=state.leases.used_namespaces)
+        if owner is not None and state.leases.is_live(owner):
+            state.leases.note_namespace(owner, digest)
+        return digest
 
     def new_owner(self) -> Owner:
         """Return a fresh owner: one per client connection, or per request of an engine."""
@@ -122,15 +160,17 @@ class BlockManager:
         state = self._state
         shelf = state.directory.shelf(chain.namespace, part)
         tiers: list[str] = []
-        entries = shelf.entries
+        entries, down = shelf.entries, state.down_tiers()
         for key in chain.keys:
             entry = entries.get(key)
-            if entry is None or entry.fastest is None:
+            if entry is None or entry.fastest is None or entry.fastest in down:
                 break
             tiers.append(entry.fastest)
         reason = None
-        if len(tiers) < len(chain):
-            tiers, reason = await self._match_by_probe(shelf, chain, self._deadline_s(timeout_s))
+        if shelf.is_stale:
+            tiers, reason = [], MissReason.OTHER_EPOCH
+        elif len(tiers) < len(chain):
+            tiers, reason = await self._match_by_probe(shelf, chain, self._state.deadline_s(timeout_s))
         state.counters.match.count(len(chain), tiers, reason)
         return PrefixMatch(len(tiers), tuple(tiers), reason)
 
@@ -151,8 +191,11 @@ class BlockManager:
             InvalidRequest: the namespace is not open.
         """
         state = self._state
-        deadline_s = self._deadline_s(timeout_s)
+        deadline_s = self._state.deadline_s(timeout_s)
         shelf = state.directory.shelf(chain.namespace, part)
+        if shelf.is_stale:
+            state.counters.fetch.count(len(chain), [], MissReason.OTHER_EPOCH)
+            return Fetched((), None, MissReason.OTHER_EPOCH)
         on_top = self._all_on_top(shelf, chain)
         if on_top is not None:
             return self._lease_to(owner, shelf, chain, on_top, [state.top.name] * len(on_top), None)
@@ -172,8 +215,10 @@ class BlockManager:
             InvalidRequest: the namespace is not open.
         """
         shelf = self._state.directory.shelf(chain.namespace, part)
+        if shelf.is_stale:
+            return 0
         with self._state.holding() as held:
-            origins, _ = await self._bring_up(shelf, chain, held, self._deadline_s(timeout_s))
+            origins, _ = await self._bring_up(shelf, chain, held, self._state.deadline_s(timeout_s))
         self._note_fill()
         return len(origins)
 
@@ -192,26 +237,7 @@ class BlockManager:
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        state = self._state
-        shelf = state.directory.shelf(chain.namespace, part)
-        missing = self._missing(shelf, chain)
-        present = len(chain) - len(missing)
-        state.counters.puts["present"] += present
-        self._touch(shelf, chain, len(chain))
-        if not missing:
-            return Reserved((), present)
-        deadline_s = self._deadline_s(timeout_s)
-        await self._space.make_room_on_top(shelf.length_bytes, len(missing), deadline_s=deadline_s)
-        if not state.leases.is_live(owner):
-            return Reserved((), present)
-        slots = state.take_slots(shelf.length_bytes, len(missing))
-        state.counters.puts["dropped"] += len(missing) - len(slots)
-        self._lend(owner, slots, shelf.length_bytes)
-        lent = [
-            ReservedSlot(index, slot, state.top.generation(slot))
-            for index, slot in zip(missing, slots, strict=False)
-        ]
-        return Reserved(tuple(lent), present)
+        return await self._putter.reserve(chain, owner=owner, part=part, timeout_s=timeout_s)
 
     async def reserve_unnamed(
         self, count: int, length_bytes: int, *, owner: Owner, timeout_s: float | None = None
@@ -222,19 +248,7 @@ class BlockManager:
             TierFull: there is no room for all of them by the timeout.
             InvalidRequest: the owner has ended.
         """
-        state = self._state
-        deadline_s = self._deadline_s(timeout_s)
-        await self._space.make_room_on_top(length_bytes, count, deadline_s=deadline_s)
-        if not state.leases.is_live(owner):
-            raise InvalidRequest(f"owner {owner} has ended")
-        if not state.top.has_room(length_bytes, count):
-            raise TierFull(
-                f"{state.top.name}: no {count} slots of {length_bytes} bytes free: "
-                f"{state.top.used_bytes} of {state.top.capacity_bytes} bytes are in use and cannot leave"
-            )
-        slots = state.top.allocate(length_bytes, count)
-        self._lend(owner, slots, length_bytes)
-        return slots
+        return await self._putter.reserve_unnamed(count, length_bytes, owner=owner, timeout_s=timeout_s)
 
     def commit(
         self,
@@ -254,43 +268,14 @@ class BlockManager:
         Raises:
             InvalidRequest: the namespace is not open, lengths differ, or a slot is too small for the block.
         """
-        state = self._state
-        shelf = state.directory.shelf(chain.namespace, part)
-        if len(slots) != len(chain) or (checksums is not None and len(checksums) != len(chain)):
-            raise InvalidRequest(f"commit: {len(chain)} blocks, {len(slots)} slots: one slot per block")
-        self._refuse_small_slots(slots, owner, shelf.length_bytes)
-        published: list[BlockEntry] = []
-        results: list[bool] = []
-        parent = chain.parent or BlockKey(chain.namespace)
-        for index, (key, slot) in enumerate(zip(chain.keys, slots, strict=True)):
-            entry = state.directory.entry(shelf, key, parent, chain.start + index)
-            payload_sum = checksums[index] if checksums is not None else None
-            is_new = self._publish(shelf, entry, slot, owner=owner, payload_sum=payload_sum)
-            results.append(is_new)
-            if is_new:
-                published.append(entry)
-            parent = key
-        state.publish_top(published)
-        state.counters.puts["stored"] += len(published)
-        state.counters.puts["duplicate"] += len(chain) - len(published)
-        self._mover.write_through(published)
-        self._note_fill()
-        return results
+        return self._putter.commit(chain, slots, owner=owner, checksums=checksums, part=part)
 
     def return_slots(self, slots: Sequence[Slot], *, owner: Owner) -> None:
         """Give lent slots back: unnamed ones are freed, published ones lose the owner's lease.
 
         A slot that is not lent to the owner (its deadline passed, say) is ignored and counted.
         """
-        state = self._state
-        for slot in slots:
-            lent = state.leases.take_back(owner, slot)
-            if lent is None:
-                state.counters.leases["stale_returns"] += 1
-            elif lent.entry is None:
-                self._free_slots([slot])
-            else:
-                state.note_release(lent.entry)
+        self._putter.return_slots(slots, owner=owner)
 
     def release(self, lease: LeaseId, *, owner: Owner | None = None) -> None:
         """End a lease. One that has ended, or that is another owner's, is ignored and counted."""
@@ -310,22 +295,58 @@ class BlockManager:
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        state = self._state
-        shelf = state.directory.shelf(chain.namespace, part)
-        entries = [shelf.entries[key] for key in reversed(chain.keys) if key in shelf.entries]
-        dropped: set[BlockEntry] = set()
-        for entry in entries:
-            if entry.is_ready(state.top.name) and not entry.is_kept:
-                state.forget_copy(entry, state.top.name, MissReason.DROPPED)
-                dropped.add(entry)
-        for tier in state.lower:
-            going = [entry for entry in entries if entry.is_ready(tier.name) and not entry.is_kept]
-            await self._space.drop_copies(tier, going, MissReason.DROPPED)
-            dropped.update(going)
-            if tier.is_shared:
-                leased = {entry.key for entry in entries if entry.is_kept}
-                await tier.drop([shelf.block(key) for key in chain.keys if key not in leased])
-        return len(dropped)
+        return await self._departure.drop(chain, part=part)
+
+    async def demote(self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float = 10.0) -> int:
+        """Write blocks to a tier below and take them out of the top tier; returns how many left it.
+
+        Leased blocks, and those with a child there that is not among them, stay.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        return await self._departure.demote(chain, part=part, timeout_s=timeout_s)
+
+    async def drain(self, *, timeout_s: float) -> int:
+        """Take no more blocks, and write down what only the top tier has; returns how many are left over."""
+        self._putter.is_draining = True
+        return await self._departure.drain(timeout_s=timeout_s)
+
+    async def advance_epoch(self, model: str) -> int:
+        """Make every block of a model's present and earlier epochs unreachable; returns the new epoch.
+
+        On this node at once; on nodes that share a remote tier within a quarter second while it answers.
+
+        Raises:
+            TierUnavailable: the new epoch cannot be kept across a restart.
+        """
+        return await self._epochs.advance(model)
+
+    async def reclaim(self) -> None:
+        """Drop a batch of blocks of ended epochs; runs by itself several times a second."""
+        await self._epochs.reclaim()
+
+    def epoch(self, model: str) -> int:
+        """Return the model's epoch: namespaces of an earlier one are not served."""
+        return self._state.directory.epoch(model)
+
+    def namespaces(self) -> list[Namespace]:
+        """Return the namespaces that clients opened."""
+        return self._state.directory.namespaces()
+
+    async def why(
+        self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
+    ) -> list[BlockReport]:
+        """Report on every block of a chain: where it is stored, or why, since when and by whom it is not.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        shelf = self._state.directory.shelf(chain.namespace, part)
+        deadline_s = self._state.deadline_s(timeout_s)
+        probed, trouble = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
+        found_below = {key: name for key, (_, name) in probed.items()}
+        return explain(self._state, shelf, chain, found_below=found_below, trouble=trouble)
 
     async def report_damage(self, chain: PrefixChain, *, part: Part | None = None) -> int:
         """Look again at blocks whose bytes a reader found wrong; returns how many were found damaged.
@@ -351,6 +372,7 @@ class BlockManager:
             "live_leases": state.leases.num_leases,
             "owners": state.leases.num_owners,
             "loads": self._loader.num_loads,
+            "epochs": state.directory.epochs(),
             **state.counters.as_dict(),
         }
 
@@ -373,16 +395,18 @@ class BlockManager:
                 occupancy["queued_blocks"] = self._mover.queue_lengths().get(lower.name, 0)
         return occupancy
 
-    async def _learn(self, tier: Tier) -> None:
+    async def _learn(self, tier: Tier, *, is_trusted: bool) -> None:
         """File what a tier holds from an earlier run; what contradicts the directory is dropped."""
         state = self._state
-        strangers = []
-        for header in await tier.scan():
-            entry = state.directory.adopt(header, tier.name)
-            if entry is None:
-                strangers.append(header.block)
-            else:
-                state.policies[tier.name].insert([entry.name])
+        headers = await tier.scan()
+        if not is_trusted:
+            await tier.drop([header.block for header in headers])
+            return
+        with garbage_collection_paused():
+            names, strangers = state.directory.adopt(headers, tier.name)
+            if names:
+                # One "chain" whose first block is the most recently used: policies insert from the back.
+                state.policies[tier.name].insert(names[::-1])
         if strangers:
             logger.warning("%s: %d blocks contradict their namespace: dropped", tier.name, len(strangers))
             await tier.drop(strangers)
@@ -392,14 +416,17 @@ class BlockManager:
     ) -> tuple[list[str], MissReason | None]:
         probed, trouble = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
         tiers: list[str] = []
+        state, down = self._state, self._state.down_tiers()
         for key in chain.keys:
             entry = shelf.entries.get(key)
-            if entry is not None and entry.fastest is not None:
-                tiers.append(entry.fastest)
+            fastest = None if entry is None else state.fastest(entry, down)
+            if fastest is not None:
+                tiers.append(fastest)
             elif key in probed:
                 tiers.append(probed[key][1])
             else:
-                gone = self._state.directory.why_gone(shelf.name(key))
+                is_down = entry is not None and entry.fastest is not None
+                gone = MissReason.UNAVAILABLE if is_down else state.directory.why_gone(shelf.name(key))
                 return tiers, trouble or gone
         return tiers, None
 
@@ -419,38 +446,12 @@ class BlockManager:
             for item in located[before:]:
                 state.hold(item.entry, held)
             if len(located) < len(chain):
-                reason = trouble or state.directory.why_gone(shelf.name(chain.keys[len(located)]))
-        num_ready, load_reason = await self._loader.load(shelf, located, deadline_s=deadline_s)
+                missing = shelf.entries.get(chain.keys[len(located)])
+                is_down = missing is not None and missing.fastest is not None
+                gone = state.directory.why_gone(shelf.name(chain.keys[len(located)]))
+                reason = trouble or (MissReason.UNAVAILABLE if is_down else gone)
+        num_ready, load_reason = await self._loader.load(shelf, located, held, deadline_s=deadline_s)
         return [item.origin for item in located[:num_ready]], load_reason or reason
-
-    def _publish(
-        self, shelf: Shelf, entry: BlockEntry, slot: Slot, *, owner: Owner, payload_sum: int | None
-    ) -> bool:
-        state = self._state
-        lent = state.leases.lent(owner, slot)
-        if lent is None or lent.entry is not None or state.top.name in entry.copies:
-            state.directory.prune(entry)
-            return False
-        state.directory.set_copy(entry, state.top.name, Copy(CopyState.READY, slot, payload_sum))
-        state.leases.publish(owner, slot, entry)
-        return True
-
-    def _refuse_small_slots(self, slots: Sequence[Slot], owner: Owner, length_bytes: int) -> None:
-        for slot in slots:
-            lent = self._state.leases.lent(owner, slot)
-            if lent is not None and lent.length_bytes < length_bytes:
-                raise InvalidRequest(
-                    f"commit: slot {slot} was lent for {lent.length_bytes} bytes, a block has {length_bytes}"
-                )
-
-    def _missing(self, shelf: Shelf, chain: PrefixChain) -> list[int]:
-        entries = shelf.entries
-        missing: list[int] = []
-        for index, key in enumerate(chain.keys):
-            entry = entries.get(key)
-            if entry is None or (entry.fastest is None and entry.loading is None):
-                missing.append(index)
-        return missing
 
     def _all_on_top(self, shelf: Shelf, chain: PrefixChain) -> list[BlockEntry] | None:
         """Return the entries of a chain that is READY in the top tier as a whole, else None."""
@@ -479,13 +480,37 @@ class BlockManager:
         lease = None
         if entries and not state.leases.is_live(owner):
             entries, origins, reason = [], [], MissReason.UNAVAILABLE
+        within = self._within_pin_budget(entries)
+        if within < len(entries):
+            entries, origins, reason = entries[:within], origins[:within], MissReason.QUOTA
         if entries:
             lease = state.leases.grant(owner, entries, state.clock() + state.settings.lease_s)
             blocks = tuple(map(self._fetched, entries, origins))
-        for policy in state.policies.values():
-            policy.touch([entry.name for entry in entries])
+        self._note_use(entries)
         state.counters.fetch.count(len(chain), origins, reason)
         return Fetched(blocks, lease, reason)
+
+    def _within_pin_budget(self, entries: Sequence[BlockEntry]) -> int:
+        """How many of these leading blocks their namespace may lease now."""
+        state = self._state
+        ratio = state.settings.pin_budget_ratio
+        if ratio >= 1.0 or not entries:
+            return len(entries)
+        left = ratio * state.top.capacity_bytes - state.leases.leased_bytes(entries[0].shelf.namespace)
+        for index, entry in enumerate(entries):
+            left -= 0 if entry.leases else entry.length_bytes
+            if left < 0:
+                return index
+        return len(entries)
+
+    def _note_use(self, entries: Sequence[BlockEntry]) -> None:
+        state = self._state
+        names = [entry.name for entry in entries]
+        for policy in state.policies.values():
+            policy.touch(names)
+        self._uses.note(entries)
+        if state.settings.write_mode is WriteMode.SECOND_HIT:
+            self._mover.write_through(entries)
 
     def _fetched(self, entry: BlockEntry, origin: str) -> FetchedBlock:
         copy = entry.copies[self._state.top.name]
@@ -493,29 +518,10 @@ class BlockManager:
         generation = self._state.top.generation(copy.slot)
         return FetchedBlock(copy.slot, generation, entry.length_bytes, copy.checksum, origin)
 
-    def _touch(self, shelf: Shelf, chain: PrefixChain, num_blocks: int) -> None:
-        entries = shelf.entries
-        names = [entries[key].name for key in chain.keys[:num_blocks] if key in entries]
-        for policy in self._state.policies.values():
-            policy.touch(names)
-
-    def _lend(self, owner: Owner, slots: Sequence[Slot], length_bytes: int) -> None:
-        deadline_s = self._state.clock() + self._state.settings.lease_s
-        self._state.leases.lend(owner, slots, length_bytes=length_bytes, deadline_s=deadline_s)
-        self._note_fill()
-
-    def _free_slots(self, slots: Sequence[Slot]) -> None:
-        if slots:
-            self._state.top.free(slots)
-            self._state.freed.set()
-
     def _take_effect(self, entries: Sequence[BlockEntry], slots: Sequence[Slot]) -> None:
         for entry in entries:
             self._state.note_release(entry)
-        self._free_slots(slots)
-
-    def _deadline_s(self, timeout_s: float | None) -> float:
-        return self._state.clock() + (self._state.settings.timeout_s if timeout_s is None else timeout_s)
+        self._state.free_slots(slots)
 
     def _note_fill(self) -> None:
         if self._space.is_above_high_water:
@@ -530,13 +536,21 @@ class BlockManager:
             except Exception:
                 logger.exception("%s: making room in the background failed", self._state.top.name)
 
-    async def _expire_forever(self) -> None:
+    async def _sweep_forever(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_S)
             try:
                 self.expire()
+                self._doubt_tiers_that_are_down()
+                await self._uses.tell()
             except Exception:
-                logger.exception("ending expired leases failed")
+                logger.exception("ending expired leases, or telling tiers of uses, failed")
+
+    def _doubt_tiers_that_are_down(self) -> None:
+        """Believe nothing of a shared tier that may have lost everything meanwhile."""
+        for tier in self._state.lower:
+            if tier.name in self._state.beliefs and not tier.health().is_up:
+                self._state.beliefs[tier.name].clear()
 
     def expire(self) -> None:
         """End leases and lendings that are past their deadline; runs by itself several times a second."""

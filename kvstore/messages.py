@@ -23,12 +23,15 @@ from kvstore.answers import (
 from kvstore.errors import ProtocolMismatch
 from kvstore.message_fields import ChainRef, TierNames, timeout_us
 from kvstore.requests import (
+    AdvanceEpoch,
     Check,
     Commit,
+    Demote,
     Drop,
     Fetch,
     Flush,
     Hello,
+    ListNamespaces,
     Match,
     OpenNamespace,
     Ping,
@@ -38,6 +41,7 @@ from kvstore.requests import (
     ReturnSlots,
     Stats,
     UnusedSlot,
+    Why,
     WrittenSlot,
 )
 from kvstore.wire import Frame, decode_body, encode_frame
@@ -57,6 +61,10 @@ Request: TypeAlias = (
     | Check
     | Flush
     | Ping
+    | Why
+    | Demote
+    | AdvanceEpoch
+    | ListNamespaces
 )
 Answer: TypeAlias = Welcome | Done | Count | Matched | Ready | Lent | Report | Failed
 
@@ -77,6 +85,10 @@ _REQUESTS: dict[int, type[Request]] = {
         Check,
         Flush,
         Ping,
+        Why,
+        Demote,
+        AdvanceEpoch,
+        ListNamespaces,
     )
 }
 _ANSWERS: dict[int, type[Answer]] = {
@@ -94,7 +106,12 @@ def encode_message(message: Request | Answer, request_id: int) -> bytes:
 
 
 def decode_request(frame: Frame) -> Request:
-    """Return the request in a frame. Raises ProtocolMismatch if it is none, or malformed."""
+    """Return the request in a frame.
+
+    Raises:
+        ProtocolMismatch: it is none, or malformed.
+        InvalidRequest: it is well-formed and names a block twice.
+    """
     kind = _REQUESTS.get(frame.kind)
     if kind is None:
         raise ProtocolMismatch(f"message: unknown request kind {frame.kind}")
@@ -111,11 +128,13 @@ def decode_answer(frame: Frame) -> Answer:
 
 __all__ = [
     "INSTANCE_BYTES",
+    "AdvanceEpoch",
     "Answer",
     "ChainRef",
     "Check",
     "Commit",
     "Count",
+    "Demote",
     "Done",
     "Drop",
     "Failed",
@@ -125,6 +144,7 @@ __all__ = [
     "Hello",
     "Lent",
     "LentSlot",
+    "ListNamespaces",
     "Match",
     "Matched",
     "OpenNamespace",
@@ -141,6 +161,7 @@ __all__ = [
     "TierNames",
     "UnusedSlot",
     "Welcome",
+    "Why",
     "WrittenSlot",
     "decode_answer",
     "decode_request",

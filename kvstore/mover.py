@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 
 from kvstore.checksum import checksum
 from kvstore.directory import BlockEntry, Copy, CopyState
+from kvstore.keys import NamespaceDigest
+from kvstore.log_limit import LimitedWarning
 from kvstore.miss import MissReason
 from kvstore.space import Space
 from kvstore.state import State
@@ -76,6 +78,7 @@ class Mover:
         self._workers: list[asyncio.Task[None]] = []
         self._space = Space(state, self)
         self._progress = asyncio.Event()
+        self._damage = LimitedWarning(logger, clock=state.clock)
 
     def start(self) -> None:
         """Start the workers."""
@@ -83,11 +86,15 @@ class Mover:
             self._queues[tier.name] = WriteQueue(self._state.settings.write_queue_blocks)
             self._workers.append(asyncio.create_task(self._run(tier), name=f"mover-{tier.name}"))
 
-    async def stop(self) -> None:
-        """Stop the workers; what still waits is dropped and counted."""
+    async def stop(self, *, patience_s: float) -> None:
+        """Stop the workers; what still waits is dropped and counted.
+
+        A worker whose tier has not answered after ``patience_s`` seconds ends when the tier is closed.
+        """
         for worker in self._workers:
             worker.cancel()
-        await asyncio.gather(*self._workers, return_exceptions=True)
+        if self._workers:
+            await asyncio.wait(self._workers, timeout=patience_s)
         self._workers.clear()
         for name, queue in self._queues.items():
             if len(queue):
@@ -104,28 +111,38 @@ class Mover:
             return False
         return True
 
-    def write_through(self, entries: Iterable[BlockEntry], *, above: str | None = None) -> None:
-        """Queue entries for every lower tier that lacks them; ``above``: only for tiers over that one."""
+    def write_through(
+        self, entries: Iterable[BlockEntry], *, above: str | None = None, is_new: bool = False
+    ) -> None:
+        """Queue entries for every lower tier that lacks them; ``above``: only for tiers over that one.
+
+        ``is_new`` blocks were computed because nobody had them: no belief keeps them from a shared tier.
+        """
         state = self._state
         for tier in state.lower:
             if tier.name == above:
                 return
             queue = self._queues[tier.name]
             for entry in entries:
-                if tier.name not in entry.copies and not queue.add(entry):
+                is_there = tier.name in entry.copies or (not is_new and state.is_in(entry, tier))
+                if not is_there and not queue.add(entry):
                     state.counters.write_drops[f"{tier.name}/queue_full"] += 1
 
     def demote(self, entries: Sequence[BlockEntry]) -> None:
         """Write entries to the first healthy lower tier at once; they leave the top tier when READY there."""
-        tier = next((tier for tier in self._state.lower if tier.health().is_up), None)
+        tier = self._demotion_target()
         for entry in reversed(entries):
             if tier is not None and tier.name not in entry.copies:
                 self._queues[tier.name].add_first(entry)
 
     @property
     def is_writing(self) -> bool:
-        """Whether any worker has a batch in hand."""
-        return any(queue.in_flight for queue in self._queues.values())
+        """Whether the worker that demotions go to has a batch in hand."""
+        tier = self._demotion_target()
+        return tier is not None and self._queues[tier.name].in_flight > 0
+
+    def _demotion_target(self) -> Tier | None:
+        return next((tier for tier in self._state.lower if tier.health().is_up), None)
 
     def queue_lengths(self) -> dict[str, int]:
         """Blocks that wait or are in flight, by tier."""
@@ -137,33 +154,43 @@ class Mover:
             await queue.has_work.wait()
             batch = queue.take(self._state.settings.write_batch_blocks)
             queue.in_flight = len(batch)
-            try:
-                await self._write_batch(tier, batch)
-            except Exception:
-                logger.exception("%s: writing a batch of blocks failed", tier.name)
-                self._state.counters.write_drops[f"{tier.name}/error"] += len(batch)
-            finally:
-                queue.in_flight = 0
-                self._progress.set()
+            for group in self._groups(tier, batch):
+                try:
+                    await self._write_group(tier, group)
+                except Exception:
+                    # The group's blocks are settled and counted as not written.
+                    logger.exception("%s: writing %d blocks failed", tier.name, len(group))
+            queue.in_flight = 0
+            self._progress.set()
 
-    async def _write_batch(self, tier: Tier, batch: list[tuple[BlockEntry, bool]]) -> None:
+    def _groups(
+        self, tier: Tier, batch: list[tuple[BlockEntry, bool]]
+    ) -> list[list[tuple[BlockEntry, bool]]]:
+        """Sort a batch into blocks of one size and namespace, leaving out what need not be written."""
         state = self._state
-        by_length: dict[int, list[tuple[BlockEntry, bool]]] = {}
+        groups: dict[tuple[int, NamespaceDigest], list[tuple[BlockEntry, bool]]] = {}
         for entry, is_demotion in batch:
             if tier.name in entry.copies:
                 continue
             if not entry.is_ready(state.top.name):
                 state.counters.write_drops[f"{tier.name}/left_top"] += 1
                 continue
-            by_length.setdefault(entry.length_bytes, []).append((entry, is_demotion))
-        for length, group in by_length.items():
+            alike = (entry.length_bytes, entry.shelf.namespace)
+            groups.setdefault(alike, []).append((entry, is_demotion))
+        cut: list[list[tuple[BlockEntry, bool]]] = []
+        for (length, _), group in groups.items():
             # A tier is never asked to empty itself for one batch.
             limit = max(1, tier.capacity_bytes // (4 * length)) if tier.capacity_bytes else len(group)
-            for start in range(0, len(group), limit):
-                await self._write_group(tier, length, group[start : start + limit])
+            cut += [group[start : start + limit] for start in range(0, len(group), limit)]
+        return cut
 
-    async def _write_group(self, tier: Tier, length: int, group: list[tuple[BlockEntry, bool]]) -> None:
+    async def _write_group(self, tier: Tier, group: list[tuple[BlockEntry, bool]]) -> None:
         state = self._state
+        # It may have left the top tier, or been written by a demotion, while earlier groups were written.
+        group = [(e, d) for e, d in group if e.is_ready(state.top.name) and tier.name not in e.copies]
+        if not group:
+            return
+        length = group[0][0].length_bytes
         entries = [entry for entry, _ in group]
         statuses = [WriteStatus.UNAVAILABLE] * len(group)
         with state.holding() as held:
@@ -171,7 +198,8 @@ class Mover:
                 state.hold(entry, held)
                 state.directory.set_copy(entry, tier.name, Copy(CopyState.WRITING))
             try:
-                has_room = await self._space.make_room_below(tier, length, len(group))
+                namespace = entries[0].shelf.namespace
+                has_room = await self._space.make_room_below(tier, length, len(group), by=namespace)
                 statuses = (
                     await self._transfer(tier, length, entries)
                     if has_room
@@ -183,7 +211,9 @@ class Mover:
         for entry, is_demotion in group:
             # Also when the write failed: whoever waits for the slot cannot wait for a tier that refuses.
             if is_demotion and entry.may_leave(state.top.name):
-                state.forget_copy(entry, state.top.name, MissReason.EVICTED)
+                refused = statuses[entries.index(entry)] is WriteStatus.NOT_ADMITTED
+                reason = MissReason.NOT_ADMITTED if refused else MissReason.EVICTED
+                state.forget_copy(entry, state.top.name, reason)
                 state.counters.evictions[f"{state.top.name}/demoted"] += 1
 
     async def _transfer(self, tier: Tier, length: int, entries: list[BlockEntry]) -> list[WriteStatus]:
@@ -224,10 +254,10 @@ class Mover:
     def _condemn(self, entry: BlockEntry, slot: Slot) -> None:
         """Drop a top copy whose bytes no longer match their checksum."""
         state = self._state
+        if not entry.is_ready(state.top.name):
+            return  # another tier's worker found it before
         state.counters.corrupt[state.top.name] += 1
-        logger.warning(
-            "%s: a block's bytes in slot %s do not match their checksum: dropped", state.top.name, slot
-        )
+        self._damage.warn("%s: the bytes in slot %s do not match their checksum", state.top.name, slot)
         state.quarantine_top(entry)
 
     def _settle(self, tier: Tier, entry: BlockEntry, status: WriteStatus) -> None:

@@ -1,8 +1,10 @@
 """What lookups and puts return; a miss is a result and always has a reason."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NewType
 
+from kvstore.keys import BlockKey
 from kvstore.miss import MissReason
 from kvstore.tier import Slot
 
@@ -69,8 +71,74 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """How many blocks of a put were stored, were there already, or were dropped for want of room."""
+    """How many blocks of a put were stored, were there already, or were dropped for want of room.
+
+    ``doubtful`` are the positions in the chain of all blocks that are not known to be stored: every dropped
+    one, and those of which the server does not say which of them it dropped.
+    """
 
     stored: int
     present: int
     dropped: int
+    doubtful: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockReport:
+    """What is known of one block of a chain.
+
+    ``tiers`` have a READY copy. Of one that is stored nowhere, ``reason`` says why; ``gone_tier``,
+    ``gone_s`` (seconds ago) and ``pressed_by`` (first 12 hex digits of the namespace that needed the room)
+    are known if it was stored before. ``siblings`` are stored blocks with the same parent: where there are
+    some, another prompt went on differently from here.
+    """
+
+    index: int
+    key: BlockKey
+    tiers: tuple[str, ...]
+    reason: MissReason | None
+    is_leased: bool = False
+    gone_tier: str = ""
+    gone_s: float | None = None
+    pressed_by: str = ""
+    siblings: int = 0
+
+    def as_dict(self) -> dict[str, object]:
+        """Return a JSON-ready form; fields that say nothing are left out."""
+        report: dict[str, object] = {
+            "index": self.index,
+            "key": self.key.hex(),
+            "tiers": list(self.tiers),
+            "reason": None if self.reason is None else self.reason.value,
+        }
+        if self.is_leased:
+            report["is_leased"] = True
+        if self.gone_s is not None:
+            report |= {"gone_from": self.gone_tier, "gone_s": round(self.gone_s, 3)}
+        if self.pressed_by:
+            report["pressed_by"] = self.pressed_by
+        if self.siblings:
+            report["siblings"] = self.siblings
+        return report
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> "BlockReport":
+        """Return the report in its JSON-ready form.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is not that form.
+        """
+        tiers, reason, gone_s = data["tiers"], data["reason"], data.get("gone_s")
+        if not isinstance(tiers, list):
+            raise TypeError("tiers is not a list")
+        return cls(
+            index=int(str(data["index"])),
+            key=BlockKey(bytes.fromhex(str(data["key"]))),
+            tiers=tuple(str(tier) for tier in tiers),
+            reason=None if reason is None else MissReason(reason),
+            is_leased=bool(data.get("is_leased", False)),
+            gone_tier=str(data.get("gone_from", "")),
+            gone_s=None if gone_s is None else float(str(gone_s)),
+            pressed_by=str(data.get("pressed_by", "")),
+            siblings=int(str(data.get("siblings", 0))),
+        )

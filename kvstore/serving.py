@@ -3,7 +3,8 @@
 Several requests of a client may be under way; each is answered by its id. When the connection ends, however
 it ends, everything its owner holds is given back at once. What a client can make the server hold is bounded:
 requests under way, bytes not yet read, answers it does not read. A frame that breaks the protocol ends this
-connection and no other.
+connection and no other. Control operations are waited for only as long as the request says: one that a hung
+disk holds goes on, but not as a request under way.
 """
 
 import asyncio
@@ -11,18 +12,21 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
-from kvstore.errors import InvalidRequest, KVStoreError, ProtocolMismatch, ServerUnavailable
+from kvstore.errors import InvalidRequest, KVStoreError, ProtocolMismatch, ServerUnavailable, TimedOut
+from kvstore.late_work import LateWork
 from kvstore.log_limit import LimitedWarning
 from kvstore.manager import BlockManager
 from kvstore.messages import (
+    AdvanceEpoch,
     Answer,
     ChainRef,
     Check,
     Commit,
     Count,
+    Demote,
     Done,
     Drop,
     Failed,
@@ -31,6 +35,7 @@ from kvstore.messages import (
     Flush,
     Lent,
     LentSlot,
+    ListNamespaces,
     Match,
     Matched,
     OpenNamespace,
@@ -45,6 +50,7 @@ from kvstore.messages import (
     ReturnSlots,
     Stats,
     TierNames,
+    Why,
     WrittenSlot,
     decode_request,
     encode_message,
@@ -55,6 +61,8 @@ from kvstore.wire import Frame, FrameDecoder
 
 logger = logging.getLogger(__name__)
 
+_MAX_WHY_BLOCKS = 1000
+_MAX_LISTED_NAMESPACES = 256
 MAX_IN_FLIGHT = 32
 """Requests of one connection that may be under way; more wait unread in its socket."""
 
@@ -62,6 +70,11 @@ _WRITE_HIGH_BYTES = 1 << 20
 _SLOW_READER_S = 10.0
 _MAX_NAMESPACES = 1024
 _MAX_CHECK_LINES = 200
+_GRACE_S = 0.25
+"""How much longer than its time an operation that ends by itself in time is waited for."""
+
+_UNTIMED_S = 10.0
+"""How long an operation is waited for whose request gives no time."""
 
 
 @dataclass(slots=True)
@@ -99,12 +112,14 @@ class Connection(asyncio.Protocol):
         *,
         counters: ServerCounters,
         malformed: LimitedWarning,
+        late_work: LateWork,
         on_end: Callable[["Connection"], None],
     ) -> None:
         self._manager = manager
         self._decoder = decoder
         self._counters = counters
         self._malformed = malformed
+        self._late_work = late_work
         self._on_end = on_end
         self._owner = Owner(0)
         self._in_flight: dict[int, asyncio.Task[None]] = {}
@@ -192,7 +207,11 @@ class Connection(asyncio.Protocol):
         return is_open and not self._is_choked and len(self._in_flight) < MAX_IN_FLIGHT
 
     def _accept(self, frame: Frame) -> None:
-        request = decode_request(frame)
+        try:
+            request = decode_request(frame)
+        except InvalidRequest as error:
+            self._refuse(error, frame.request_id)
+            return
         self._counters.requests[type(request).__name__.lower()] += 1
         if isinstance(request, Release):
             self._release(request)
@@ -260,15 +279,43 @@ class Connection(asyncio.Protocol):
                 return Count(
                     await self._manager.prefetch(about.chain, part=about.part, timeout_s=timeout_us / 1e6)
                 )
+            case Check():
+                return await self._check(request)
+            case _:
+                limit_s = _limit_s(request)
+                return await self._late_work.within(self._answer_control(request), limit_s, _name(request))
+
+    async def _answer_control(self, request: Request) -> Answer:
+        match request:
             case Drop(about, _):
                 return Count(await self._manager.drop(about.chain, part=about.part))
-            case Check(sample_blocks):
-                lines = await self._manager.check(sample_blocks=sample_blocks)
-                return Report(json.dumps(lines[:_MAX_CHECK_LINES]).encode())
+            case Demote(about, timeout_us):
+                return Count(
+                    await self._manager.demote(about.chain, part=about.part, timeout_s=timeout_us / 1e6)
+                )
+            case Why(about, timeout_us):
+                reports = await self._manager.why(
+                    about.chain[:_MAX_WHY_BLOCKS], part=about.part, timeout_s=timeout_us / 1e6
+                )
+                return Report(json.dumps([report.as_dict() for report in reports]).encode())
+            case AdvanceEpoch(model):
+                return Count(await self._manager.advance_epoch(model))
+            case ListNamespaces():
+                return Report(json.dumps(self._namespaces_without_salts()).encode())
             case Flush(timeout_us):
                 return Count(int(await self._manager.flush(timeout_s=timeout_us / 1e6)))
             case _:
                 raise ProtocolMismatch(f"message: {type(request).__name__} is not expected here")
+
+    async def _check(self, request: Check) -> Report:
+        limit_s = request.timeout_us / 1e6
+        try:
+            work = self._manager.check(sample_blocks=request.sample_blocks)
+            lines = await self._late_work.within(work, limit_s, "check")
+        except TimedOut as error:
+            # The invariants are checked without I/O; it is the sample of checksums that hangs.
+            lines = [str(error), *await self._manager.check(sample_blocks=0)]
+        return Report(json.dumps(lines[:_MAX_CHECK_LINES]).encode())
 
     async def _fetch(self, request: Fetch) -> Ready:
         about = request.about
@@ -328,7 +375,7 @@ class Connection(asyncio.Protocol):
     def _open_namespace(self, request: OpenNamespace) -> Done:
         if request.namespace.digest not in self._namespaces and len(self._namespaces) >= _MAX_NAMESPACES:
             raise InvalidRequest(f"server: a connection may open {_MAX_NAMESPACES} namespaces")
-        self._namespaces.add(self._manager.open_namespace(request.namespace))
+        self._namespaces.add(self._manager.open_namespace(request.namespace, owner=self._owner))
         return Done()
 
     def _release(self, request: Release) -> None:
@@ -344,9 +391,18 @@ class Connection(asyncio.Protocol):
 
     async def _look_at_damage(self, about: ChainRef) -> None:
         try:
-            await self._manager.report_damage(about.chain, part=about.part)
+            work = self._manager.report_damage(about.chain, part=about.part)
+            await self._late_work.within(work, _UNTIMED_S, "looking at a reported block")
         except KVStoreError as error:
             self._malformed.warn("server: a reported block could not be looked at: %s", error)
+
+    def _namespaces_without_salts(self) -> list[dict[str, object]]:
+        listed = []
+        for space in self._manager.namespaces()[-_MAX_LISTED_NAMESPACES:]:
+            fields = asdict(space)
+            del fields["tenant_salt"]
+            listed.append(fields)
+        return listed
 
     def _report(self) -> Report:
         stats = {**self._manager.stats(), "server": self._counters.as_dict()}
@@ -366,6 +422,21 @@ class Connection(asyncio.Protocol):
             "server: closed a connection: it did not read its answers for %g s", _SLOW_READER_S
         )
         self.abort()
+
+
+def _limit_s(request: Request) -> float:
+    """How long the answer to a control request is waited for."""
+    match request:
+        case Drop(_, timeout_us):
+            return timeout_us / 1e6
+        case Demote(_, timeout_us) | Why(_, timeout_us) | Flush(timeout_us):
+            return timeout_us / 1e6 + _GRACE_S
+        case _:
+            return _UNTIMED_S
+
+
+def _name(request: Request) -> str:
+    return type(request).__name__.lower()
 
 
 def _contiguous_runs(slots: Sequence[WrittenSlot]) -> Iterator[Sequence[WrittenSlot]]:

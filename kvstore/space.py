@@ -6,13 +6,15 @@ leave. Children leave before parents, and nothing that is leased or held leaves 
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvstore.directory import BlockEntry, CopyState
+from kvstore.directory import BlockEntry, CopyState, Shelf
+from kvstore.keys import NamespaceDigest
 from kvstore.miss import MissReason
-from kvstore.state import State
+from kvstore.state import State, WriteMode
 from kvstore.tier import Tier
 
 _PLAN_BLOCKS = 16
@@ -33,27 +35,41 @@ class Departures:
 
 
 def plan_departures(
-    state: State, tier: str, *, wanted_blocks: int, must_demote: Callable[[BlockEntry], bool]
+    state: State,
+    tier: str,
+    *,
+    wanted_blocks: int,
+    must_demote: Callable[[BlockEntry], bool],
+    only: NamespaceDigest | None = None,
+    enough_bytes: float = math.inf,
 ) -> Departures:
-    """Name about ``wanted_blocks`` entries to leave a tier, in its policy's order, children first."""
+    """Name about ``wanted_blocks`` entries to leave a tier, in its policy's order, children first.
+
+    Fewer if their payloads come to ``enough_bytes``. ``only`` restricts them to one namespace.
+    """
     leaving: list[BlockEntry] = []
     demoting: list[BlockEntry] = []
     planned_children: dict[BlockEntry, int] = {}
     passed_over: set[BlockEntry] = set()
+    planned_bytes = 0
     for name in state.policies[tier].candidates():
         entry = state.directory.find(name)
+        if entry is not None and only is not None and entry.shelf.namespace != only:
+            continue
         while entry is not None:
             children = entry.children.get(tier, 0) - planned_children.get(entry, 0)
             if not entry.is_ready(tier) or entry.is_kept or children > 0:
                 passed_over.add(entry)
                 break
             (demoting if must_demote(entry) else leaving).append(entry)
+            planned_bytes += entry.length_bytes
             parent = _counting_parent(entry, tier)
             if parent is not None:
                 planned_children[parent] = planned_children.get(parent, 0) + 1
             # A parent that came before its child in the order gets its turn as soon as the child is named.
             entry = parent if parent in passed_over else None
-        if len(leaving) + len(demoting) >= wanted_blocks:
+        planned = len(leaving) + len(demoting)
+        if planned >= wanted_blocks or planned_bytes >= enough_bytes:
             break
     return Departures(tuple(leaving), tuple(demoting))
 
@@ -82,23 +98,46 @@ class Space:
         self._state = state
         self._demoter = demoter
 
-    async def make_room_on_top(self, length_bytes: int, count: int, *, deadline_s: float) -> bool:
-        """Evict until ``count`` slots are free in the top tier; False if they are not by the deadline."""
+    async def make_room_on_top(
+        self, length_bytes: int, count: int, *, deadline_s: float, by: NamespaceDigest | None = None
+    ) -> bool:
+        """Evict until ``count`` slots are free in the top tier; False if they are not by the deadline.
+
+        ``by`` is the namespace that needs them.
+        """
         state = self._state
         while not state.top.has_room(length_bytes, count):
-            num_left, demoting = self._leave_top(max(count, _PLAN_BLOCKS))
+            num_left, demoting = self._leave_top(max(count, _PLAN_BLOCKS), by=by)
             if num_left:
                 continue
             if not await self._wait_freed(demoting, deadline_s):
                 return False
         return True
 
+    async def fit_quota_on_top(self, shelf: Shelf, count: int, *, deadline_s: float) -> int:
+        """Return how many of ``count`` more blocks a namespace may have in the top tier.
+
+        A namespace at its quota evicts blocks of its own first.
+        """
+        state = self._state
+        namespace, length = shelf.namespace, shelf.length_bytes
+        quota = state.settings.namespace_quota_ratio * state.top.capacity_bytes
+        if state.settings.namespace_quota_ratio >= 1.0:
+            return count
+        wanted = min(count, int(quota // length))
+        while state.directory.used_bytes(state.top.name, namespace) + wanted * length > quota:
+            num_left, demoting = self._leave_top(wanted, by=namespace, only=namespace)
+            if not num_left and not await self._wait_freed(demoting, deadline_s):
+                break
+        left = quota - state.directory.used_bytes(state.top.name, namespace)
+        return max(0, min(wanted, int(left // length)))
+
     async def age(self) -> None:
         """Bring the top tier from above its high-water mark down to its low-water mark, as far as it goes."""
         state = self._state
         low = state.settings.low_water_ratio * state.top.capacity_bytes
         while state.top.used_bytes > low:
-            num_left, demoting = self._leave_top(_PLAN_BLOCKS)
+            num_left, demoting = self._leave_top(_PLAN_BLOCKS, enough_bytes=state.top.used_bytes - low)
             if num_left:
                 await asyncio.sleep(0)
                 continue
@@ -112,21 +151,51 @@ class Space:
         top = self._state.top
         return top.used_bytes > self._state.settings.high_water_ratio * top.capacity_bytes
 
-    async def make_room_below(self, tier: Tier, length_bytes: int, count: int) -> bool:
+    async def make_room_below(
+        self, tier: Tier, length_bytes: int, count: int, *, by: NamespaceDigest | None = None
+    ) -> bool:
         """Drop copies from a lower tier until ``count`` more fit; False if they cannot."""
         state = self._state
+        if tier.name in state.policies and by is not None:
+            await self._fit_quota_below(tier, length_bytes * count, by)
         while not tier.has_room(length_bytes, count):
             if tier.name not in state.policies:
                 return False
-            plan = plan_departures(
-                state, tier.name, wanted_blocks=max(count, _PLAN_BLOCKS), must_demote=lambda _: False
-            )
+            plan = self._plan_below(tier, count)
             if plan.is_empty:
                 return False
-            await self._drop_below(tier, plan.leaving)
+            await self._drop_below(tier, plan.leaving, by)
         return True
 
-    async def drop_copies(self, tier: Tier, entries: Sequence[BlockEntry], reason: MissReason | None) -> None:
+    async def _fit_quota_below(self, tier: Tier, more_bytes: int, namespace: NamespaceDigest) -> None:
+        state = self._state
+        if state.settings.namespace_quota_ratio >= 1.0:
+            return
+        quota = state.settings.namespace_quota_ratio * tier.capacity_bytes
+        # Its copies that are about to be written are counted already.
+        while state.directory.used_bytes(tier.name, namespace) > max(quota, more_bytes):
+            plan = self._plan_below(tier, 1, only=namespace)
+            if plan.is_empty:
+                return
+            await self._drop_below(tier, plan.leaving, namespace)
+
+    def _plan_below(self, tier: Tier, count: int, *, only: NamespaceDigest | None = None) -> Departures:
+        return plan_departures(
+            self._state,
+            tier.name,
+            wanted_blocks=max(count, _PLAN_BLOCKS),
+            must_demote=lambda _: False,
+            only=only,
+        )
+
+    async def drop_copies(
+        self,
+        tier: Tier,
+        entries: Sequence[BlockEntry],
+        reason: MissReason,
+        *,
+        by: NamespaceDigest | None = None,
+    ) -> None:
         """Forget READY copies in a lower tier: DROPPING while the tier works on it."""
         state = self._state
         dropping = [entry for entry in entries if entry.is_ready(tier.name)]
@@ -137,31 +206,49 @@ class Space:
             await tier.drop([entry.block for entry in dropping])
         finally:
             for entry in dropping:
-                state.forget_copy(entry, tier.name, reason)
+                state.forget_copy(entry, tier.name, reason, by=by)
                 state.let_go(entry)
 
-    async def _drop_below(self, tier: Tier, entries: Sequence[BlockEntry]) -> None:
-        await self.drop_copies(tier, entries, MissReason.EVICTED)
+    async def _drop_below(
+        self, tier: Tier, entries: Sequence[BlockEntry], by: NamespaceDigest | None
+    ) -> None:
+        await self.drop_copies(tier, entries, MissReason.EVICTED, by=by)
         self._state.counters.evictions[f"{tier.name}/space"] += len(entries)
 
-    def _leave_top(self, wanted_blocks: int) -> tuple[int, tuple[BlockEntry, ...]]:
+    def _leave_top(
+        self,
+        wanted_blocks: int,
+        *,
+        by: NamespaceDigest | None = None,
+        only: NamespaceDigest | None = None,
+        enough_bytes: float = math.inf,
+    ) -> tuple[int, tuple[BlockEntry, ...]]:
         """Take blocks out of the top tier; returns how many went, and which must be demoted first."""
         state = self._state
         plan = plan_departures(
-            state, state.top.name, wanted_blocks=wanted_blocks, must_demote=self._must_demote
+            state,
+            state.top.name,
+            wanted_blocks=wanted_blocks,
+            must_demote=self._must_demote,
+            only=only,
+            enough_bytes=enough_bytes,
         )
         num_left = 0
         for entry in plan.leaving:
             # A child that must be demoted first keeps its parent for a later round.
             if entry.may_leave(state.top.name):
-                state.forget_copy(entry, state.top.name, MissReason.EVICTED)
+                is_refused = state.settings.write_mode is WriteMode.SECOND_HIT
+                reason = MissReason.NOT_ADMITTED if is_refused else MissReason.EVICTED
+                state.forget_copy(entry, state.top.name, reason, by=by)
                 num_left += 1
         state.counters.evictions[f"{state.top.name}/space"] += num_left
         return num_left, plan.demoting
 
     def _must_demote(self, entry: BlockEntry) -> bool:
         state = self._state
-        if state.has_lower_copy(entry):
+        if state.has_lower_copy(entry) or entry.shelf.is_stale:
+            return False
+        if state.settings.write_mode is WriteMode.SECOND_HIT:
             return False
         return any(tier.health().is_up for tier in state.lower)
 

@@ -2,15 +2,30 @@
 
 import asyncio
 import contextlib
+import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvstore.beliefs import Beliefs
 from kvstore.counters import Counters
-from kvstore.directory import BlockEntry, Copy, CopyState, Directory
+from kvstore.directory import BlockEntry, Copy, CopyState, Directory, Gone
+from kvstore.keys import NamespaceDigest
 from kvstore.lease import LeaseTable
 from kvstore.miss import MissReason
 from kvstore.policy import EvictionPolicy
-from kvstore.tier import Slot, SlotTier, Tier
+from kvstore.tier import Slot, SlotTier, StorageKey, Tier
+
+
+class WriteMode(enum.Enum):
+    """When a block is written to the tiers below the top one.
+
+    THROUGH: as soon as it is stored. BACK: when it leaves the top tier, or at the end. SECOND_HIT: when it
+    is used again; one that leaves before was not admitted, and is gone.
+    """
+
+    THROUGH = "through"
+    BACK = "back"
+    SECOND_HIT = "second_hit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +33,9 @@ class ManagerSettings:
     """What a manager is told; see ``docs/configuration.md`` for the meaning and the defaults.
 
     ``lease_s`` may be infinite where the owner lives in the same process. ``load_patience_s`` bounds how
-    long a load goes on for later use after those who asked for it gave up.
+    long a load goes on for later use after those who asked for it gave up. ``namespace_quota_ratio`` is the
+    share of each tier that one namespace may fill, ``pin_budget_ratio`` the share of the top tier it may
+    lease.
     """
 
     timeout_s: float = 0.05
@@ -30,6 +47,9 @@ class ManagerSettings:
     load_batch_blocks: int = 32
     write_timeout_s: float = 10.0
     load_patience_s: float = 1.0
+    write_mode: WriteMode = WriteMode.THROUGH
+    namespace_quota_ratio: float = 1.0
+    pin_budget_ratio: float = 1.0
 
 
 @dataclass(slots=True)
@@ -48,14 +68,50 @@ class State:
     leases: LeaseTable = field(default_factory=LeaseTable)
     counters: Counters = field(default_factory=Counters)
     freed: asyncio.Event = field(default_factory=asyncio.Event)
+    beliefs: dict[str, Beliefs] = field(default_factory=dict)
 
     def all_tiers(self) -> list[SlotTier | Tier]:
         """All tiers, fastest first."""
         return [self.top, *self.lower]
 
     def has_lower_copy(self, entry: BlockEntry) -> bool:
-        """Whether any tier below the top is believed to have a READY copy."""
-        return any(entry.is_ready(tier.name) for tier in self.lower)
+        """Whether any tier below the top has a READY copy, or is believed to."""
+        return any(self.is_in(entry, tier) for tier in self.lower)
+
+    def is_in(self, entry: BlockEntry, tier: Tier) -> bool:
+        """Whether a lower tier has a READY copy, or, of a shared one, whether that is believed."""
+        if tier.is_shared:
+            return tier.name in self.beliefs and entry.name in self.beliefs[tier.name]
+        return entry.is_ready(tier.name) and tier.health().is_up
+
+    def down_tiers(self) -> frozenset[str]:
+        """Names of the tiers whose copies are certain, but of no use now since the tier is down."""
+        return frozenset(tier.name for tier in self.lower if not tier.is_shared and not tier.health().is_up)
+
+    def fastest(self, entry: BlockEntry, down: frozenset[str]) -> str | None:
+        """The fastest tier that has a certain READY copy and is not ``down``."""
+        if not down or entry.fastest not in down:
+            return entry.fastest
+        return next((name for name in self.policies if name not in down and entry.is_ready(name)), None)
+
+    def is_certain(self, entry: BlockEntry | None, down: frozenset[str]) -> bool:
+        """Whether a block is known to be within reach, or on its way up, without asking anyone."""
+        return entry is not None and (self.fastest(entry, down) is not None or entry.loading is not None)
+
+    def forget_belief(self, name: StorageKey, tier: str) -> None:
+        """A shared tier does not have a block after all."""
+        if tier in self.beliefs:
+            self.beliefs[tier].forget(name)
+
+    def deadline_s(self, timeout_s: float | None) -> float:
+        """Return the instant a call that may take ``timeout_s`` (None: the default) must end at."""
+        return self.clock() + (self.settings.timeout_s if timeout_s is None else timeout_s)
+
+    def free_slots(self, slots: Sequence[Slot]) -> None:
+        """Give slots of the top tier back."""
+        if slots:
+            self.top.free(slots)
+            self.freed.set()
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[list[BlockEntry]]:
@@ -103,6 +159,13 @@ class State:
             slots += self.top.allocate(length_bytes)
         return slots
 
+    def take_load_slots(self, length_bytes: int, count: int) -> list[Slot]:
+        """Allocate up to ``count`` slots for blocks that come up, staging included: as many as there are."""
+        slots = self.take_slots(length_bytes, count)
+        while len(slots) < count and self.top.has_staging_room(length_bytes):
+            slots += self.top.allocate_staging(length_bytes)
+        return slots
+
     def publish_top(self, entries: Sequence[BlockEntry]) -> None:
         """Tell the policy of entries of one chain whose top copies became READY."""
         for entry in entries:
@@ -110,14 +173,30 @@ class State:
         self.policies[self.top.name].insert([entry.name for entry in entries])
 
     def mark_ready(self, entry: BlockEntry, tier: str) -> None:
-        """Note that a lower tier has a READY copy."""
-        self.directory.set_copy(entry, tier, Copy(CopyState.READY))
+        """Note that a lower tier has a READY copy; of a shared one that is a belief, and no copy of ours."""
         if tier in self.policies:
+            self.directory.set_copy(entry, tier, Copy(CopyState.READY))
             self.policies[tier].insert([entry.name])
+            return
+        self.beliefs.setdefault(tier, Beliefs()).note(entry.name)
+        if tier in entry.copies:
+            self.directory.remove_copy(entry, tier)
 
-    def forget_copy(self, entry: BlockEntry, tier: str, reason: MissReason | None) -> None:
-        """Remove a copy from directory and policy, and free its slot if it was in the top tier."""
-        copy = self.directory.remove_copy(entry, tier, reason)
+    def forget_copy(
+        self,
+        entry: BlockEntry,
+        tier: str,
+        reason: MissReason | None,
+        *,
+        by: NamespaceDigest | None = None,
+    ) -> None:
+        """Remove a copy from directory and policy, and free its slot if it was in the top tier.
+
+        ``reason`` is remembered if it was the last copy (None: it never was READY); ``by`` names the
+        namespace that needed the room.
+        """
+        gone = None if reason is None else Gone(reason, tier, self.clock(), by)
+        copy = self.directory.remove_copy(entry, tier, gone)
         if tier in self.policies:
             self.policies[tier].remove(entry.name)
         if tier == self.top.name and copy.slot is not None:

@@ -29,6 +29,14 @@ COMMANDS = (
     Command("match", "kvstore.cli.block_commands", "count the leading blocks that are stored"),
     Command("stats", "kvstore.cli.state_commands", "show a store's counters and occupancy"),
     Command("check", "kvstore.cli.state_commands", "verify a store's invariants and a sample of checksums"),
+    Command(
+        "why", "kvstore.cli.why_command", "explain block by block what is stored, and why the rest is not"
+    ),
+    Command("drop", "kvstore.cli.move_commands", "forget blocks in every tier"),
+    Command("demote", "kvstore.cli.move_commands", "move blocks from memory to a tier below"),
+    Command(
+        "epoch", "kvstore.cli.move_commands", "end a model's epoch: nothing stored for it is served again"
+    ),
     Command("config", "kvstore.cli.config_command", "check a configuration file and show what is in force"),
     Command("engine", "kvstore.cli.engine", "run an inference replica over a store"),
     Command("demo", "kvstore.cli.demo", "run two nodes with a real model and check every tier"),

@@ -50,7 +50,7 @@ def read_blocks(args: argparse.Namespace) -> tuple[Namespace, PrefixChain]:
         tenant_salt=_salt(args.salt_file),
         epoch=args.epoch,
     )
-    tokens = _tokens(args)
+    tokens = read_tokens(args)
     chain = namespace.chain(tokens)
     if not len(chain):
         raise InvalidRequest(
@@ -87,7 +87,13 @@ def _salt(path: str | None) -> bytes:
     return salt
 
 
-def _tokens(args: argparse.Namespace) -> list[int]:
+def read_tokens(args: argparse.Namespace) -> list[int]:
+    """Return the tokens that the arguments name.
+
+    Raises:
+        InvalidRequest, InvalidTokens: they are no list of integers.
+        OSError: a file cannot be read.
+    """
     if args.tokens is not None:
         return _integers(args.tokens.split(","), "--tokens")
     path = Path(args.tokens_file)

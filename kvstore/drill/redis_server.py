@@ -58,6 +58,18 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     @property
+    def bus_port(self) -> bytes:
+        """Port of the cluster's own traffic, as its options give it."""
+        return self._options[self._options.index("--cluster-port") + 1].encode()
+
+    def words(self) -> list[str]:
+        """Arguments of the server process."""
+        words = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
+        words += ["--save", "", "--appendonly", "no", "--unixsocket", str(self.socket_path)]
+        words += ["--logfile", str(self.folder / "log"), *self._options]
+        return [*words, "--requirepass", self.password] if self.password else words
+
+    @property
     def socket_path(self) -> Path:
         """Its Unix socket."""
         return self.folder / "s"
@@ -69,12 +81,8 @@ class RedisServer:
             PartFailed: it ended instead, or does not answer in time.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        words = [find_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
-        words += ["--save", "", "--appendonly", "no", "--unixsocket", str(self.socket_path)]
-        words += ["--logfile", str(self.folder / "log"), *self._options]
-        if self.password:
-            words += ["--requirepass", self.password]
-        self._process = subprocess.Popen(guarded(words), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        words = guarded([find_binary(), *self.words()])
+        self._process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         give_up_s = time.monotonic() + _START_S
         while True:
             try:

@@ -263,3 +263,62 @@ def test_a_reader_that_leaves_early_gets_no_traceback(store: StoreProcess) -> No
 
     assert done.stderr == b""
     assert done.returncode == 1
+
+
+def test_why_tells_where_a_prompt_went_on_differently(run: Run, payload: Path) -> None:
+    names = [*NAMES, "--weights", "why"]
+    run("put", *names, *TOKENS, "--in", str(payload))
+
+    status, out, _ = run("why", *names, "--tokens", "0,1,2,3,4,5,6,7,9,9,9,9", "--json")
+
+    told = json.loads(out)
+    assert (status, told["first_miss"]) == (1, 2)
+    assert told["blocks"][1]["tiers"] == ["dram"]
+    assert (told["blocks"][2]["reason"], told["blocks"][2]["siblings"]) == ("never_seen", 1)
+
+
+def test_why_finds_the_same_tokens_under_a_namespace_that_differs(run: Run, payload: Path) -> None:
+    run("put", *NAMES, *TOKENS, "--weights", "there", "--model", "elsewhere", "--in", str(payload))
+
+    status, out, _ = run("why", *NAMES, *TOKENS, "--weights", "here", "--model", "elsewhere")
+
+    assert status == 1
+    assert "not served: other_namespace" in out
+    assert "3 blocks under another namespace: weights 'here' here, 'there' there" in out
+
+
+def test_why_of_a_stored_prompt_is_status_zero(run: Run, payload: Path) -> None:
+    names = [*NAMES, *TOKENS, "--weights", "all"]
+    run("put", *names, "--in", str(payload))
+
+    status, out, _ = run("why", *names)
+
+    assert status == 0
+    assert out.startswith("3 of 3 blocks are stored as a prefix")
+
+
+def test_dropped_blocks_are_gone_and_why_says_so(run: Run, payload: Path) -> None:
+    names = [*NAMES, *TOKENS, "--weights", "dropped"]
+    run("put", *names, "--in", str(payload))
+
+    assert run("drop", *names)[:2] == (0, "3 dropped\n")
+    assert run("drop", *names)[:2] == (1, "0 dropped\n")
+    assert "not served: dropped, gone from dram" in run("why", *names)[1]
+
+
+def test_a_store_without_a_tier_below_demotes_nothing(run: Run, payload: Path) -> None:
+    names = [*NAMES, *TOKENS, "--weights", "demoted"]
+    run("put", *names, "--in", str(payload))
+
+    assert run("demote", *names, "--json")[:2] == (1, '{"demoted": 0}\n')
+
+
+def test_an_advanced_epoch_serves_nothing_that_was_stored_before(run: Run, payload: Path) -> None:
+    names = [*NAMES, *TOKENS, "--model", "trained"]
+    run("put", *names, "--in", str(payload))
+
+    assert run("epoch", "--model", "trained", "--advance")[:2] == (0, "epoch 1\n")
+
+    assert run("match", *names)[0] == 1
+    assert "other_epoch" in run("why", *names)[1]
+    assert run("put", *names, "--epoch", "1", "--in", str(payload))[0] == 0

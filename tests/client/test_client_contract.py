@@ -87,15 +87,16 @@ async def test_a_continued_chain_is_found_from_its_beginning(
 
 
 async def test_blocks_beyond_the_room_are_dropped_from_the_end(client: Face) -> None:
-    namespace = Namespace("big", KVLayout.opaque(block_bytes=4 << 20, block_tokens=4))
+    namespace = Namespace("big", KVLayout.opaque(block_bytes=15 << 18, block_tokens=4))
     client.open_namespace(namespace)
     chain = namespace.chain(range(4 * 8))
-    payload = np.zeros(8 * (4 << 20), np.uint8)
+    payload = np.zeros(8 * (15 << 18), np.uint8)
 
     put = await client.put(chain, payload, timeout_s=0.5)
 
     assert put.stored + put.present + put.dropped == 8
     assert 0 < put.dropped < 8
+    assert len(put.doubtful) == put.dropped
     assert (await client.match(chain)).blocks == put.stored
 
 
@@ -249,3 +250,43 @@ async def test_a_closed_client_is_misuse(client: Face, chain: PrefixChain) -> No
 
     with pytest.raises(InvalidRequest, match="closed"):
         await client.ping()
+
+
+async def test_why_reports_on_every_block(client: Face, chain: PrefixChain, payloads: Payloads) -> None:
+    await client.put(chain[:3], payloads[:3])
+
+    reports = await client.why(chain)
+
+    assert [report.tiers for report in reports] == [("dram",)] * 3 + [()] * 5
+    assert [report.key for report in reports] == list(chain.keys)
+    assert reports[3].reason is MissReason.NEVER_SEEN
+
+
+async def test_an_ended_epoch_is_told_as_the_reason(
+    client: Face, namespace: Namespace, chain: PrefixChain, payloads: Payloads
+) -> None:
+    await client.put(chain, payloads)
+
+    assert await client.advance_epoch(namespace.model) == 1
+
+    assert (await client.match(chain)).reason is MissReason.OTHER_EPOCH
+    assert (await client.put(chain, payloads)).stored == 0
+
+
+async def test_namespaces_are_listed_without_their_salts(client: Face, namespace: Namespace) -> None:
+    client.open_namespace(Namespace("secret", namespace.layout, tenant_salt=b"salt"))
+    await client.match(Namespace("secret", namespace.layout, tenant_salt=b"salt").chain(range(64)))
+
+    listed = await client.namespaces()
+
+    assert {(space.model, space.tenant_salt) for space in listed} >= {("secret", b"")}
+
+
+async def test_demoting_without_a_tier_below_leaves_blocks_where_they_are(
+    client: Face, chain: PrefixChain, payloads: Payloads
+) -> None:
+    await client.put(chain, payloads)
+
+    assert await client.demote(chain) == 0
+
+    assert (await client.match(chain)).blocks == 8

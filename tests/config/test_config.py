@@ -126,6 +126,10 @@ def test_a_wrong_name_is_refused_with_the_nearest_one(tmp_path: Path, text: str,
         ("tiers.remote", "url", '"http://host"', "redis://HOST:PORT/DB"),
         ("tiers.remote", "url", '"redis://host:99999"', "redis://HOST:PORT/DB"),
         ("tiers.remote", "url", '"redis://host/a"', "redis://HOST:PORT/DB"),
+        ("tiers.remote", "url", '"redis://a:1,b:2"', "redis+cluster://HOST:PORT,HOST:PORT"),
+        ("tiers.remote", "url", '"redis+cluster://a:1,b:2/1"', "redis+cluster://HOST:PORT,HOST:PORT"),
+        ("tiers.remote", "url", '"redis+sentinel://a:1,,b:2"', "redis+sentinel://HOST:PORT,HOST:PORT/DB"),
+        ("tiers.remote", "url", '"redis+other://a:1"', "redis://HOST:PORT/DB"),
     ],
 )
 def test_a_bad_value_is_refused_with_what_is_allowed(
@@ -160,6 +164,8 @@ def test_a_secret_in_the_url_is_refused_and_never_shown(tmp_path: Path, url: str
             "keep one of them",
         ),
         ('[tiers.remote]\nurl = "redis://h"\nbreaker_backoff_s = 11.0', "breaker_backoff_max_s"),
+        ('[tiers.remote]\nurl = "rediss://h"\ntls_key_file = "/k"', "there is no tls_cert_file"),
+        ('[tiers.remote]\nurl = "redis://h"\ntls_ca_file = "/c"', "let it begin with rediss"),
     ],
 )
 def test_values_that_do_not_fit_together_are_refused(tmp_path: Path, text: str, expected: str) -> None:

@@ -25,6 +25,7 @@ class GatedTier:
         self.read_batches = []
         self.closed = False
         self.namespaces = []
+        self.touched = []
 
     @property
     def used_bytes(self):
@@ -84,7 +85,7 @@ class GatedTier:
             self.stored.pop(block, None)
 
     async def touch(self, blocks):
-        pass
+        self.touched += blocks
 
     def has_room(self, length_bytes, count=1):
         return self.capacity_blocks is None or len(self.stored) + count <= self.capacity_blocks

@@ -1,83 +1,19 @@
 """BlockManager over a real arena and gated lower tiers; check() runs after every test."""
 
 import asyncio
-import contextlib
 
 import numpy as np
 import pytest
 
-from kvstore.checksum import checksum
 from kvstore.errors import InvalidRequest, TierFull
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout, Part
-from kvstore.manager import BlockManager
 from kvstore.miss import MissReason
-from kvstore.state import ManagerSettings
 from kvstore.tier import ReadStatus, WriteStatus
-from kvstore_tiers.dram import DramTier
 from tests.core.gated_tier import GatedTier
+from tests.core.manager_harness import BLOCK_BYTES, SPACE, running
 
-BLOCK_BYTES = 8192
-SPACE = Namespace(model="m", layout=KVLayout.opaque(block_bytes=BLOCK_BYTES, block_tokens=4))
 OTHER = Namespace(model="m", layout=SPACE.layout, tenant_salt=b"other")
-
-
-def payload(key):
-    return np.frombuffer(key * (BLOCK_BYTES // len(key)), dtype=np.uint8)
-
-
-class Harness:
-    """A manager with its tiers and a few verbs that copy payloads as a client would."""
-
-    def __init__(self, manager, dram, lower):
-        self.manager = manager
-        self.dram = dram
-        self.lower = lower
-        self.owner = manager.new_owner()
-
-    async def put(self, chain, *, timeout_s=1.0):
-        reserved = await self.manager.reserve(chain, owner=self.owner, timeout_s=timeout_s)
-        for slot in reserved.slots:
-            async with self.dram.writing([slot.slot], BLOCK_BYTES) as (buffer,):
-                np.asarray(buffer)[:BLOCK_BYTES] = payload(chain.keys[slot.index])
-        stored = 0
-        for slot in reserved.slots:
-            key = chain.keys[slot.index]
-            block = chain[slot.index : slot.index + 1]
-            sums = [checksum(payload(key))]
-            stored += self.manager.commit(block, [slot.slot], owner=self.owner, checksums=sums)[0]
-            self.manager.return_slots([slot.slot], owner=self.owner)
-        return stored
-
-    async def fetch(self, chain, *, timeout_s=1.0):
-        """Fetch, compare every payload, release; returns (origins, reason)."""
-        fetched = await self.manager.fetch(chain, owner=self.owner, timeout_s=timeout_s)
-        for key, block in zip(chain.keys, fetched.blocks, strict=False):
-            async with self.dram.reading([block.slot], BLOCK_BYTES) as (buffer,):
-                assert np.array_equal(np.asarray(buffer)[:BLOCK_BYTES], payload(key))
-            assert block.checksum == checksum(payload(key))
-        if fetched.lease is not None:
-            self.manager.release(fetched.lease, owner=self.owner)
-        return [block.origin for block in fetched.blocks], fetched.reason
-
-
-@contextlib.asynccontextmanager
-async def running(*lower, blocks=16, **settings):
-    # Pages of one extent: a small arena takes one slot size only.
-    dram = DramTier(capacity_bytes=blocks * BLOCK_BYTES)
-    manager = BlockManager(dram, lower, settings=ManagerSettings(timeout_s=1.0, **settings))
-    await manager.open()
-    manager.open_namespace(SPACE)
-    try:
-        yield Harness(manager, dram, lower)
-        for tier in lower:
-            tier.gate.set()
-        await manager.flush(timeout_s=5)
-        assert await manager.check() == []
-    finally:
-        for tier in lower:
-            tier.gate.set()
-        await manager.close()
 
 
 async def test_what_was_put_is_fetched_from_dram():
@@ -260,6 +196,25 @@ async def test_a_leased_block_is_never_evicted():
         assert (await store.manager.match(chain)).blocks == 4
         assert store.manager.stats()["puts_blocks"]["dropped"] == 2
         store.manager.release(fetched.lease)
+
+
+async def test_blocks_on_disk_are_served_while_all_of_dram_is_leased():
+    disk = GatedTier("ssd")
+    async with running(disk, blocks=4, staging_blocks=4) as store:
+        cold = SPACE.chain(range(100, 116))
+        await store.put(cold)
+        await store.manager.flush(timeout_s=5)
+        hot = SPACE.chain(range(16))
+        await store.put(hot)
+        fetched = await store.manager.fetch(hot, owner=store.owner)
+        assert store.dram.used_bytes == store.dram.capacity_bytes
+
+        assert await store.fetch(cold) == (["ssd"] * 4, None)
+
+        assert (await store.manager.match(hot)).tiers == ("dram",) * 4
+        store.manager.release(fetched.lease)
+        await store.manager._space.age()
+        assert store.dram.used_bytes < store.dram.capacity_bytes
 
 
 async def test_an_expired_lease_protects_no_more():

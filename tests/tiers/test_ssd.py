@@ -172,7 +172,7 @@ async def test_an_index_of_another_format_is_set_aside(
         assert await statuses(tier, 1) == [ReadStatus.ABSENT]
         assert await put(tier, 1) == [WriteStatus.OK]
     assert "starting empty" in caplog.text
-    assert (tmp_path / "a" / "index.damaged").is_dir()
+    assert not (tmp_path / "a" / "index.damaged").exists()
 
 
 async def test_without_its_slab_an_index_is_worth_nothing(tmp_path: Path) -> None:

@@ -40,6 +40,11 @@ class CircuitBreaker:
         return self._reason
 
     @property
+    def delay_s(self) -> float:
+        """How long it stays open before the next probe; doubles with each that failed."""
+        return self._delay_s
+
+    @property
     def times_opened(self) -> int:
         """How often it went from closed to open."""
         return self._times_opened
@@ -80,6 +85,12 @@ class CircuitBreaker:
             self._times_opened += 1
             self._open(reason)
             return True
+
+    def end_delay(self) -> None:
+        """Let the next call be the probe, without waiting for the delay; nothing if it is closed."""
+        with self._lock:
+            if self._open_until_s is not None:
+                self._open_until_s = min(self._open_until_s, self._clock())
 
     def abandoned(self) -> None:
         """Report that a call ended without a verdict; the next one is the probe."""

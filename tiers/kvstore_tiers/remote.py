@@ -1,14 +1,13 @@
-"""RemoteTier: copies on a Redis-protocol server that every replica can reach.
+"""RemoteTier: copies on Redis-protocol servers that every replica can reach: one, a master behind sentinels,
+or a cluster.
 
 Values. One key per block holds header and payload together, so that the server evicts whole blocks only.
 What comes back is checked like anything from outside: header, key, part, namespace, layout, length, checksum.
 
-Threads. A call is split into shares; each runs in a thread of its own with a connection from the pool.
-Reads and probes do not queue behind writes. What no thread has begun by the deadline is given up.
-
-Faults. A fault closes its connection. A connection that had gone stale while idle is replaced once within
-the call. A timeout without a byte from the server, or three faults in a row, open the breaker: calls then end
-at once, and now and then one of them tries again. Opening the tier with the server absent is normal.
+Calls. A call's blocks are grouped by the node that has them, and each group is split into shares that run at
+the same time (see remote_node). A block that its node says is elsewhere is asked for there, once, within the
+same deadline. A node that fails costs its own blocks only. Opening the tier with every server absent is
+normal.
 """
 
 import asyncio
@@ -16,8 +15,9 @@ import logging
 import ssl
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 
 from kvstore.keys import Namespace
 from kvstore.miss import MissReason
@@ -33,23 +33,62 @@ from kvstore.tier import (
     WriteRequest,
     WriteStatus,
 )
-from kvstore_tiers.breaker import CircuitBreaker
-from kvstore_tiers.jobs import Jobs
-from kvstore_tiers.remote_session import KeyNames, Tally, drop_share, probe_share, read_share, write_share
-from kvstore_tiers.resp import RespConnection, RespFault
-from kvstore_tiers.resp_address import AddressLookup, RespAddress
+from kvstore_tiers.remote_cluster import ClusterServers
+from kvstore_tiers.remote_node import NodeSettings, RemoteNode, Work
+from kvstore_tiers.remote_sentinel import SentinelServers
+from kvstore_tiers.remote_session import KeyNames, Redirect, drop_share, probe_share, read_share, write_share
+from kvstore_tiers.remote_tls import TlsFiles
+from kvstore_tiers.remote_topology import Servers, SingleServer
+from kvstore_tiers.remote_url import RemoteUrl, Topology
 
 _log = logging.getLogger(__name__)
 
 _SHARE_MIN_BLOCKS = 2
-_SILENCE_COUNTS_S = 0.02
 
 T = TypeVar("T")
-Work = Callable[[RespConnection, Tally], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(Generic[T]):
+    """The items of one call, in order, and how a thread does some of them.
+
+    A node's items are dealt out to at most ``max_shares`` threads. ``block_of`` names an item's block.
+    ``work`` takes numbered items, and whether their node must be told that it was named by another (ASKING).
+    """
+
+    items: Sequence[T]
+    block_of: Callable[[T], BlockId]
+    work: Callable[[Sequence[tuple[int, T]], bool], Work]
+    max_shares: int
+    is_write: bool
+    deadline_s: float
+
+
+@dataclass(slots=True)
+class Ending:
+    """How a call ended for items that got no outcome of their own, by their place in the call.
+
+    For ``late`` ones time ran out, for ``refused`` ones their node's breaker is open, ``moved`` ones are at
+    another node: (node, whether it must be told so). The others' node is unknown, or failed.
+    """
+
+    late: set[int] = field(default_factory=set)
+    refused: set[int] = field(default_factory=set)
+    moved: dict[int, tuple[RemoteNode, bool]] = field(default_factory=dict)
+
+    def reason(self, index: int) -> MissReason:
+        """Return why an item has no outcome."""
+        if index in self.late:
+            return MissReason.TIMED_OUT
+        return MissReason.BREAKER_OPEN if index in self.refused else MissReason.UNAVAILABLE
 
 
 class RemoteTier:
-    """A shared Tier on one Redis or Valkey server."""
+    """A shared Tier on Redis or Valkey.
+
+    ``url`` is as in ``RemoteUrl``; ``sentinel_master`` is the name that sentinels know the master by.
+    ``num_connections`` and the breaker are per node.
+    """
 
     def __init__(
         self,
@@ -57,31 +96,34 @@ class RemoteTier:
         *,
         user: str = "",
         password: str = "",
+        sentinel_master: str = "mymaster",
         key_prefix: str = "kvstore",
         ttl_s: float | None = None,
         timeout_s: float = 0.5,
         num_connections: int = 4,
         breaker_backoff_s: float = 0.25,
         breaker_backoff_max_s: float = 8.0,
-        tls: ssl.SSLContext | None = None,
+        tls: TlsFiles | ssl.SSLContext | None = None,
         name: str = "remote",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._address = RespAddress.parse(url, user=user, password=password)
+        self._url = RemoteUrl.parse(url, user=user, password=password)
+        self._sentinel_master = sentinel_master
         self._tls = tls
         self._name = name
         self._clock = clock
-        self._timeout_s = timeout_s
         self._names = KeyNames(key_prefix, ttl_s)
-        self._lookup = AddressLookup(self._address)
-        self._breaker = CircuitBreaker(
-            clock=clock, delay_s=breaker_backoff_s, max_delay_s=breaker_backoff_max_s
-        )
-        self._reads = Jobs(f"{name}-read", num_connections)
-        self._writes = Jobs(f"{name}-write", max(1, num_connections // 2))
-        self._idle: list[RespConnection] = []
-        self._is_open = False
         self._counters: Counter[str] = Counter()
+        self._settings = NodeSettings(
+            name=name,
+            timeout_s=timeout_s,
+            num_connections=num_connections,
+            backoff_s=breaker_backoff_s,
+            backoff_max_s=breaker_backoff_max_s,
+            clock=clock,
+            count=self._count_one,
+        )
+        self._servers: Servers | None = None
 
     @property
     def name(self) -> str:
@@ -110,37 +152,45 @@ class RemoteTier:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Events since open: faults, timeouts, corrupt, mismatched, full, refused, breaker_opened."""
-        return {**self._counters, "breaker_opened": self._breaker.times_opened}
+        """Events so far: faults, corrupt, mismatched, full, refused, redirected, breaker_opened."""
+        return dict(self._counters)
 
     def health(self) -> TierHealth:
-        """Return whether the server is worth asking now."""
-        if not self._is_open:
+        """Return whether any server is worth asking now."""
+        servers = self._servers
+        if servers is None:
             return TierHealth(is_up=False, reason="not open")
-        return TierHealth(is_up=True) if self._breaker.is_up() else TierHealth(False, self._breaker.reason)
+        healths = [node.health() for node in servers.nodes]
+        down = [health for health in healths if not health.is_up]
+        if not healths:
+            return TierHealth(is_up=False, reason=servers.trouble)
+        return down[0] if len(down) == len(healths) else TierHealth(is_up=True)
 
     async def open(self) -> None:
-        """Make the tier usable. A server that is absent is a warning: the tier heals when it comes."""
-        if self._is_open:
+        """Make the tier usable. A server that is absent is a warning: the tier heals when it comes.
+
+        Raises:
+            TierUnavailable: a TLS file cannot be used.
+        """
+        if self._servers is not None:
             return
-        if self._address.is_tls and self._tls is None:
-            self._tls = await asyncio.to_thread(ssl.create_default_context)
-        self._reads.start()
-        self._writes.start()
-        self._is_open = True
-        deadline_s = self._clock() + self._timeout_s
-        tally = await self._reads.run(lambda: self._share(lambda *_: None, deadline_s))
-        if tally.fault:
-            self._breaker.failed(tally.fault, is_timeout=True)
-            _log.warning("%s: %s: not reachable yet: %s", self._name, self._address, tally.fault)
+        settings = self._settings
+        if self._url.is_tls:
+            tls = self._tls or TlsFiles()
+            context = tls if isinstance(tls, ssl.SSLContext) else await asyncio.to_thread(tls.context)
+            settings = replace(settings, tls=context)
+        servers = self._make_servers(settings)
+        await servers.open()
+        self._servers = servers
+        health = self.health()
+        if not health.is_up:
+            _log.warning("%s: %s: not reachable yet: %s", self._name, self._url, health.reason)
 
     async def close(self) -> None:
         """Finish what is under way and close the connections. Idempotent."""
-        self._is_open = False
-        await self._reads.close()
-        await self._writes.close()
-        self._lookup.close()
-        self._close_idle()
+        servers, self._servers = self._servers, None
+        if servers is not None:
+            await servers.close()
 
     async def scan(self) -> list[BlockHeader]:
         """Return nothing: what a shared tier holds is asked by ``probe``."""
@@ -150,46 +200,42 @@ class RemoteTier:
         """Need not know: every value carries its layout."""
 
     async def probe(self, blocks: Sequence[BlockId], *, deadline_s: float) -> Probe:
-        """For each block: this tier's name if the server has it; None from the first absent one on."""
-        found: list[str | None] = [None] * len(blocks)
+        """For each block: this tier's name if a server has it. A node stops near its first absent one."""
+        found: list[bool | None] = [None] * len(blocks)
 
-        def work(connection: RespConnection, tally: Tally) -> None:
-            probe_share(
-                *(connection, self._names, blocks, found),
+        def work(share: Sequence[tuple[int, BlockId]], is_asking: bool) -> Work:
+            return lambda connection, tally: probe_share(
+                *(connection, self._names, share, found),
                 tally=tally,
-                origin=self._name,
+                is_asking=is_asking,
                 deadline_s=deadline_s,
             )
 
-        if not blocks:
-            return Probe(found)
-        if not self._may_go():
-            return Probe(found, MissReason.BREAKER_OPEN)
-        is_late = await self._run(self._reads, [work], deadline_s)
-        if is_late or self._clock() >= deadline_s:
-            return Probe(found, MissReason.TIMED_OUT)
-        return Probe(found, None if self._breaker.is_up() else MissReason.UNAVAILABLE)
+        ending = await self._run(Batch(blocks, _itself, work, 1, is_write=False, deadline_s=deadline_s))
+        first = next((index for index, is_here in enumerate(found) if not is_here), None)
+        is_known = first is None or found[first] is False
+        tiers = [self._name if is_here else None for is_here in found]
+        return Probe(tiers, None if first is None or is_known else ending.reason(first))
 
     async def read(self, requests: Sequence[ReadRequest], *, deadline_s: float) -> list[ReadOutcome]:
         """Read copies into the buffers, and verify them."""
-        if not self._may_go():
-            return [ReadOutcome(ReadStatus.UNAVAILABLE)] * len(requests)
         outcomes: list[ReadOutcome | None] = [None] * len(requests)
         for request in requests:
             assert request.buffer.nbytes >= request.length_bytes, f"{self._name}: the buffer is too short"
 
-        def work(share: Sequence[tuple[int, ReadRequest]]) -> Work:
+        def work(share: Sequence[tuple[int, ReadRequest]], is_asking: bool) -> Work:
             return lambda connection, tally: read_share(
-                *(connection, self._names, [item for item in share if outcomes[item[0]] is None], outcomes),
+                *(connection, self._names, share, outcomes),
                 tally=tally,
                 origin=self._name,
+                is_asking=is_asking,
                 deadline_s=deadline_s,
             )
 
-        shares = [work(share) for share in _shares(requests, self._reads.num_threads)]
-        is_late = await self._run(self._reads, shares, deadline_s)
-        rest = ReadOutcome(ReadStatus.TIMED_OUT if is_late else ReadStatus.UNAVAILABLE)
-        results = [outcome or rest for outcome in outcomes]
+        most = self._settings.num_connections
+        batch = Batch(requests, _block_read, work, most, is_write=False, deadline_s=deadline_s)
+        ending = await self._run(batch)
+        results = [outcome or _unread(ending.reason(index)) for index, outcome in enumerate(outcomes)]
         self._count(
             corrupt=_tell(results, ReadStatus.CORRUPT), mismatched=_tell(results, ReadStatus.MISMATCH)
         )
@@ -197,33 +243,36 @@ class RemoteTier:
 
     async def write(self, requests: Sequence[WriteRequest], *, deadline_s: float) -> list[WriteStatus]:
         """Write copies; a present one is replaced."""
-        if not self._may_go():
-            return [WriteStatus.UNAVAILABLE] * len(requests)
         statuses: list[WriteStatus | None] = [None] * len(requests)
 
-        def work(share: Sequence[tuple[int, WriteRequest]]) -> Work:
+        def work(share: Sequence[tuple[int, WriteRequest]], is_asking: bool) -> Work:
             return lambda connection, tally: write_share(
-                *(connection, self._names, [item for item in share if statuses[item[0]] is None], statuses),
+                *(connection, self._names, share, statuses),
                 tally=tally,
+                is_asking=is_asking,
                 deadline_s=deadline_s,
             )
 
-        shares = [work(share) for share in _shares(requests, self._writes.num_threads)]
-        is_late = await self._run(self._writes, shares, deadline_s)
-        rest = WriteStatus.TIMED_OUT if is_late else WriteStatus.UNAVAILABLE
-        results = [status or rest for status in statuses]
+        most = max(1, self._settings.num_connections // 2)
+        batch = Batch(requests, _block_written, work, most, is_write=True, deadline_s=deadline_s)
+        ending = await self._run(batch)
+        results = [status or _unwritten(ending.reason(index)) for index, status in enumerate(statuses)]
         self._count(full=results.count(WriteStatus.FULL), refused=results.count(WriteStatus.REFUSED))
         return results
 
     async def drop(self, blocks: Sequence[BlockId]) -> None:
-        """Forget copies, if the server answers in time."""
-        deadline_s = self._clock() + self._timeout_s
+        """Forget copies, if their servers answer in time."""
+        deadline_s = self._clock() + self._settings.timeout_s
 
-        def work(connection: RespConnection, tally: Tally) -> None:
-            drop_share(connection, self._names, blocks, tally=tally, deadline_s=deadline_s)
+        def work(share: Sequence[tuple[int, BlockId]], is_asking: bool) -> Work:
+            return lambda connection, tally: drop_share(
+                *(connection, self._names, share),
+                tally=tally,
+                is_asking=is_asking,
+                deadline_s=deadline_s,
+            )
 
-        if blocks and self._may_go():
-            await self._run(self._writes, [work], deadline_s)
+        await self._run(Batch(blocks, _itself, work, 1, is_write=True, deadline_s=deadline_s))
 
     async def touch(self, blocks: Sequence[BlockId]) -> None:
         """Do nothing: the server notes the use of what it serves."""
@@ -232,91 +281,121 @@ class RemoteTier:
         """Return True: the server evicts, or refuses with FULL."""
         return True
 
-    def _may_go(self) -> bool:
-        return self._is_open and self._breaker.allows()
+    def _make_servers(self, settings: NodeSettings) -> Servers:
+        if self._url.topology is Topology.CLUSTER:
+            return ClusterServers(self._url.seeds, settings)
+        if self._url.topology is Topology.SENTINEL:
+            return SentinelServers(self._url.seeds, self._sentinel_master, settings)
+        return SingleServer(self._url.seeds[0], settings)
 
-    async def _run(self, jobs: Jobs, works: Sequence[Work], deadline_s: float) -> bool:
-        """Run shares and tell the breaker how they ended; True if time ran out for one of them."""
-        calls = [self._share_call(work, deadline_s) for work in works]
-        running = asyncio.ensure_future(jobs.run_within(calls, deadline_s - self._clock()))
-        tallies = [tally or Tally(is_late=True) for tally in await jobs.outlive(running)]
-        faults = [tally.fault for tally in tallies if tally.fault]
-        if faults:
-            is_timeout = any(tally.silent_s >= self._timeout_s for tally in tallies)
-            self._count(faults=len(faults))
-            if self._breaker.failed(faults[0], is_timeout=is_timeout):
-                _log.warning("%s: %s: not used for now: %s", self._name, self._address, faults[0])
-        elif any(tally.was_answered for tally in tallies):
-            self._breaker.succeeded()
-        else:
-            self._breaker.abandoned()
-        return any(tally.is_late for tally in tallies)
+    async def _run(self, batch: Batch[T]) -> Ending:
+        """Do a call's items at their nodes, and those that turn out to be elsewhere there, once."""
+        servers = self._servers
+        if servers is None or not batch.items:
+            return Ending()
+        groups: dict[tuple[RemoteNode, bool], list[int]] = {}
+        for index, item in enumerate(batch.items):
+            node = servers.node_of(self._names.of(batch.block_of(item)))
+            if node is None:
+                servers.look_again()
+            else:
+                groups.setdefault((node, False), []).append(index)
+        ending = await self._ask_nodes(servers, batch, groups)
+        if ending.moved:
+            groups = {}
+            for index, target in ending.moved.items():
+                groups.setdefault(target, []).append(index)
+            again = await self._ask_nodes(servers, batch, groups)
+            ending.late |= again.late
+            ending.refused |= again.refused
+        return ending
 
-    def _share_call(self, work: Work, deadline_s: float) -> Callable[[], Tally]:
-        return lambda: self._share(work, deadline_s)
+    async def _ask_nodes(
+        self, servers: Servers, batch: Batch[T], groups: dict[tuple[RemoteNode, bool], list[int]]
+    ) -> Ending:
+        """Ask every node for its items at the same time; returns when no thread is at them any more."""
+        ending = Ending()
+        asked = []
+        for (node, is_asking), indexes in groups.items():
+            if node.allows():
+                asked.append(self._ask_node(servers, batch, node, indexes, ending, is_asking=is_asking))
+            else:
+                ending.refused.update(indexes)
+        if len(asked) == 1:
+            await asked[0]
+        elif asked:
+            async with asyncio.TaskGroup() as group:
+                for call in asked:
+                    group.create_task(call)
+        return ending
 
-    def _share(self, work: Work, deadline_s: float) -> Tally:
-        """Do one share with a connection of the pool; in a thread."""
-        tally = Tally()
-        if self._clock() >= deadline_s:
-            tally.is_late = True
-            return tally
-        connection: RespConnection | None = None
-        try:
-            connection, is_used = self._take_connection(deadline_s)
-            try:
-                work(connection, tally)
-            except RespFault as fault:
-                if fault.is_timeout or not is_used or tally.was_answered:
-                    raise
-                connection.close()
-                self._close_idle()
-                connection = self._connect(deadline_s)
-                work(connection, tally)
-        except RespFault as fault:
-            if connection is not None:
-                connection.close()
-            tally.note(fault, counts_from_s=_SILENCE_COUNTS_S)
-            return tally
-        if connection.is_in_step():
-            self._idle.append(connection)
-        else:
-            connection.close()
-            tally.fault = "the server sent more than was asked for"
-        return tally
+    async def _ask_node(
+        self,
+        servers: Servers,
+        batch: Batch[T],
+        node: RemoteNode,
+        indexes: Sequence[int],
+        ending: Ending,
+        *,
+        is_asking: bool,
+    ) -> None:
+        jobs = node.writes if batch.is_write else node.reads
+        shares = _shares([(index, batch.items[index]) for index in indexes], batch.max_shares)
+        works = [batch.work(share, is_asking) for share in shares]
+        tallies = await node.run(jobs, works, batch.deadline_s)
+        for share, tally in zip(shares, tallies, strict=True):
+            if tally.is_late:
+                ending.late.update(index for index, _ in share)
+            if tally.redirects:
+                self._note_redirects(servers, node, tally.redirects, ending)
+        if any(tally.fault or tally.refuses_writes for tally in tallies) or not node.health().is_up:
+            servers.look_again()
 
-    def _take_connection(self, deadline_s: float) -> tuple[RespConnection, bool]:
-        try:
-            return self._idle.pop(), True
-        except IndexError:
-            return self._connect(deadline_s), False
+    def _note_redirects(
+        self, servers: Servers, node: RemoteNode, redirects: Mapping[int, Redirect], ending: Ending
+    ) -> None:
+        for index, redirect in redirects.items():
+            target = servers.follow(node, redirect)
+            if target is not None:
+                ending.moved[index] = (target, redirect.is_ask)
+            elif not self._counters["redirected"]:
+                _log.warning(
+                    "%s: %s belongs to a cluster: write redis+cluster:// in the url", self._name, node.address
+                )
+        self._count(redirected=len(redirects))
 
-    def _connect(self, deadline_s: float) -> RespConnection:
-        return RespConnection.connect(
-            self._address,
-            self._lookup,
-            timeout_s=self._timeout_s,
-            deadline_s=deadline_s,
-            clock=self._clock,
-            tls=self._tls,
-        )
-
-    def _close_idle(self) -> None:
-        while self._idle:
-            try:
-                self._idle.pop().close()
-            except IndexError:
-                return
+    def _count_one(self, event: str) -> None:
+        self._counters[event] += 1
 
     def _count(self, **events: int) -> None:
         self._counters.update({event: count for event, count in events.items() if count})
 
 
-def _shares(requests: Sequence[T], most: int) -> list[list[tuple[int, T]]]:
+def _shares(numbered: Sequence[tuple[int, T]], most: int) -> list[Sequence[tuple[int, T]]]:
     """Deal requests out like cards, so that the leading blocks of a chain come first in every share."""
-    numbered = list(enumerate(requests))
-    count = max(1, min(most, len(requests) // _SHARE_MIN_BLOCKS))
+    count = max(1, min(most, len(numbered) // _SHARE_MIN_BLOCKS))
     return [numbered[first::count] for first in range(count)]
+
+
+def _itself(block: BlockId) -> BlockId:
+    return block
+
+
+def _block_read(request: ReadRequest) -> BlockId:
+    return request.block
+
+
+def _block_written(request: WriteRequest) -> BlockId:
+    return request.header.block
+
+
+def _unread(reason: MissReason) -> ReadOutcome:
+    status = ReadStatus.TIMED_OUT if reason is MissReason.TIMED_OUT else ReadStatus.UNAVAILABLE
+    return ReadOutcome(status, reason=reason)
+
+
+def _unwritten(reason: MissReason) -> WriteStatus:
+    return WriteStatus.TIMED_OUT if reason is MissReason.TIMED_OUT else WriteStatus.UNAVAILABLE
 
 
 def _tell(outcomes: Sequence[ReadOutcome], status: ReadStatus) -> int:

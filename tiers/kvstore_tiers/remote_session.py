@@ -1,11 +1,17 @@
 """What one thread does with one connection for one call of the remote tier: pipelined GET, SET, EXISTS, DEL.
 
-Each function takes a share of a call's requests and fills in the outcome of each as its reply comes, so that
-what was answered before a fault counts. All raise RespFault, after which the connection must be closed.
+Each function takes a share of a call's requests, numbered by their place in the call, and fills in the
+outcome of each, so that what was answered before a fault counts. Where a cluster's node says that another one
+has the block, the outcome stays open and ``Tally.redirects`` says where to ask. All raise RespFault, after
+which the connection must be closed.
+
+In step. A GET's value names its block, and is verified. The replies to SET, EXISTS and DEL name nothing, so
+behind each batch of them goes a PING with a token, and they count when the token comes back in its place.
 """
 
+import itertools
 from collections.abc import Callable, MutableSequence, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstore.checksum import checksum
 from kvstore.errors import CorruptBlock
@@ -23,19 +29,16 @@ from kvstore_tiers.resp import BulkReply, BulkStatus, ErrorReply, Piece, RespCon
 
 _WINDOW = 4
 _PROBE_WINDOW = 256
-_UNAVAILABLE_CODES = frozenset(
-    {
-        "LOADING",
-        "CLUSTERDOWN",
-        "MASTERDOWN",
-        "READONLY",
-        "NOREPLICAS",
-        "MISCONF",
-        "TRYAGAIN",
-        "NOAUTH",
-        "BUSY",
-    }
-)
+_UNAVAILABLE_CODES = frozenset({"LOADING", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "NOAUTH", "BUSY"})
+_REFUSES_WRITES_CODES = frozenset({"READONLY", "NOREPLICAS", "MISCONF"})
+
+NUM_SLOTS = 16_384
+"""Hash slots of a cluster."""
+
+PORT_MAX = 65_535
+
+_ASKING = command(b"ASKING")
+_tokens = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,25 +63,70 @@ class KeyNames:
         return [head + request.header.pack(), request.buffer[:length], b"\r\n" + expiry]
 
 
+def read_decimal(text: str, *, limit: int) -> int | None:
+    """Return the number that a server wrote in decimal digits; None for anything else or above the limit."""
+    if not text.isascii() or not text.isdigit() or len(text) > 20:
+        return None
+    return number if (number := int(text)) <= limit else None
+
+
+@dataclass(frozen=True, slots=True)
+class Redirect:
+    """Where a cluster's node says that a slot is (MOVED) or that this key may be (ASK).
+
+    ``host`` is empty for the node's own host.
+    """
+
+    slot: int
+    host: str
+    port: int
+    is_ask: bool
+
+    @classmethod
+    def parse(cls, reply: ErrorReply) -> "Redirect | None":
+        """Return what ``MOVED 3999 127.0.0.1:6381`` says; None for another error."""
+        words = reply.text.split(" ")
+        if words[0] not in {"MOVED", "ASK"} or len(words) < 3:
+            return None
+        host, _, port_text = words[2].rpartition(":")
+        slot = read_decimal(words[1], limit=NUM_SLOTS - 1)
+        port = read_decimal(port_text, limit=PORT_MAX)
+        return None if slot is None or not port else cls(slot, host, port, words[0] == "ASK")
+
+
 @dataclass(slots=True)
 class Tally:
     """What a share saw of the server.
 
-    ``fault`` is a clause for people. ``silent_s`` is how long the server said nothing before a timeout.
-    ``is_late`` says that time ran out, also where that is nobody's fault.
+    ``fault`` is a clause for people. ``is_late`` says that time ran out, also where that is nobody's fault;
+    ``waited_s`` is how long the share took until then, and ``silent_s`` how long the server had said nothing.
+    ``is_doubtful`` says that a reply was another block's or damaged: whatever the reason, the connection is
+    not used again. ``refuses_writes`` says that the server serves, but is not the one to write to now.
     """
 
     was_answered: bool = False
     fault: str = ""
     silent_s: float = 0.0
+    waited_s: float = 0.0
     is_late: bool = False
+    refuses_writes: bool = False
+    is_doubtful: bool = False
+    redirects: dict[int, Redirect] = field(default_factory=dict)
 
-    def note(self, fault: RespFault, *, counts_from_s: float) -> None:
-        """Take a fault down; a timeout is one of the server only after so long a silence."""
+    def redirected(self, index: int, reply: ErrorReply) -> bool:
+        """Take down where to ask for a request instead, if that is what the error says."""
+        redirect = Redirect.parse(reply)
+        if redirect is not None:
+            self.redirects[index] = redirect
+        return redirect is not None
+
+    def note(self, fault: RespFault) -> None:
+        """Take a fault down; whether a silence is one of the server is judged by its length."""
         self.is_late = fault.is_timeout
-        self.silent_s = fault.silent_s or 0.0
-        if not fault.is_timeout or self.silent_s >= counts_from_s:
+        if fault.silent_s is None:
             self.fault = str(fault)
+        else:
+            self.silent_s = fault.silent_s
 
 
 def read_share(
@@ -89,31 +137,34 @@ def read_share(
     *,
     tally: Tally,
     origin: str,
+    is_asking: bool,
     deadline_s: float,
 ) -> None:
     """GET each request's value, verify it, and delete those that are damaged."""
-    damaged: list[BlockId] = []
+    damaged: list[tuple[int, BlockId]] = []
 
     def ask(position: int) -> None:
-        connection.send([command(b"GET", names.of(requests[position][1].block))], deadline_s=deadline_s)
+        asked = command(b"GET", names.of(requests[position][1].block))
+        connection.send([_ASKING + asked if is_asking else asked], deadline_s=deadline_s)
 
     def take(position: int) -> None:
         index, request = requests[position]
         header = bytearray(HEADER_BYTES)
         payload = request.buffer[: request.length_bytes]
+        _take_asking(connection, is_asking, deadline_s)
         reply = connection.read_bulk_into([memoryview(header), payload], deadline_s=deadline_s)
         tally.was_answered = True
         if isinstance(reply, ErrorReply):
-            is_other = reply.code == "WRONGTYPE"
-            tally.fault = "" if is_other else f"the server answers {reply.code}"
-            outcomes[index] = ReadOutcome(ReadStatus.MISMATCH if is_other else ReadStatus.UNAVAILABLE)
+            outcomes[index] = _read_refusal(index, reply, tally)
             return
-        outcomes[index] = _verified(request, header, reply, origin)
-        if outcomes[index] == ReadOutcome(ReadStatus.CORRUPT):
-            damaged.append(request.block)
+        outcome = outcomes[index] = _verified(request, header, reply, origin)
+        if outcome.status is ReadStatus.CORRUPT:
+            damaged.append((index, request.block))
+        if outcome.status in (ReadStatus.CORRUPT, ReadStatus.MISMATCH):
+            tally.is_doubtful = True
 
     _pipeline(len(requests), ask, take)
-    drop_share(connection, names, damaged, tally=tally, deadline_s=deadline_s)
+    drop_share(connection, names, damaged, tally=tally, is_asking=is_asking, deadline_s=deadline_s)
 
 
 def write_share(
@@ -123,75 +174,118 @@ def write_share(
     statuses: MutableSequence[WriteStatus | None],
     *,
     tally: Tally,
+    is_asking: bool,
     deadline_s: float,
 ) -> None:
     """SET each request's value."""
+    found: list[WriteStatus | None] = []
+    token = _new_token()
 
     def ask(position: int) -> None:
-        connection.send(names.set_pieces(requests[position][1]), deadline_s=deadline_s)
+        pieces = names.set_pieces(requests[position][1])
+        if is_asking:
+            pieces.insert(0, _ASKING)
+        if position == len(requests) - 1:
+            pieces.append(command(b"PING", token))
+        connection.send(pieces, deadline_s=deadline_s)
 
     def take(position: int) -> None:
+        _take_asking(connection, is_asking, deadline_s)
         reply = connection.read_simple(deadline_s=deadline_s)
         tally.was_answered = True
         if isinstance(reply, ErrorReply):
-            status = _write_status(reply)
-            if status is WriteStatus.UNAVAILABLE:
-                tally.fault = f"the server answers {reply.code}"
+            found.append(_write_refusal(requests[position][0], reply, tally))
         elif reply == "OK":
-            status = WriteStatus.OK
+            found.append(WriteStatus.OK)
         else:
             raise RespFault(f"unexpected reply {reply!r} to SET")
-        statuses[requests[position][0]] = status
 
     _pipeline(len(requests), ask, take)
+    if requests:
+        connection.read_fence(token, deadline_s=deadline_s)
+    for (index, _), status in zip(requests, found, strict=True):
+        statuses[index] = status
 
 
 def probe_share(
     connection: RespConnection,
     names: KeyNames,
-    blocks: Sequence[BlockId],
-    found: MutableSequence[str | None],
+    blocks: Sequence[tuple[int, BlockId]],
+    found: MutableSequence[bool | None],
     *,
     tally: Tally,
-    origin: str,
+    is_asking: bool,
     deadline_s: float,
 ) -> None:
     """EXISTS for each block, in windows, up to the window with the first absent one."""
     for start in range(0, len(blocks), _PROBE_WINDOW):
-        window = range(start, min(start + _PROBE_WINDOW, len(blocks)))
-        asked = b"".join(command(b"EXISTS", names.of(blocks[index])) for index in window)
-        connection.send([asked], deadline_s=deadline_s)
-        for index in window:
-            reply = connection.read_simple(deadline_s=deadline_s)
-            tally.was_answered = True
+        window = blocks[start : start + _PROBE_WINDOW]
+        replies = _each(connection, b"EXISTS", names, window, is_asking=is_asking, deadline_s=deadline_s)
+        tally.was_answered = True
+        for (index, _), reply in zip(window, replies, strict=True):
             if isinstance(reply, ErrorReply):
-                tally.fault = f"the server answers {reply.code}"
-            elif reply not in (0, 1):
-                raise RespFault(f"unexpected reply {reply!r} to EXISTS")
-            found[index] = origin if reply == 1 else None
-        if found[window[-1]] is None or None in found[start : window[-1]]:
+                if not tally.redirected(index, reply):
+                    tally.fault = f"the server answers {reply.code}"
+            else:
+                found[index] = reply == 1
+        if tally.fault or any(found[index] is False for index, _ in window):
             return
 
 
 def drop_share(
     connection: RespConnection,
     names: KeyNames,
-    blocks: Sequence[BlockId],
+    blocks: Sequence[tuple[int, BlockId]],
     *,
     tally: Tally,
+    is_asking: bool,
     deadline_s: float,
 ) -> None:
     """DEL each block."""
     for start in range(0, len(blocks), _PROBE_WINDOW):
         window = blocks[start : start + _PROBE_WINDOW]
-        connection.send([command(b"DEL", names.of(block)) for block in window], deadline_s=deadline_s)
-        for _ in window:
-            reply = connection.read_simple(deadline_s=deadline_s)
-            tally.was_answered = True
-            if isinstance(reply, ErrorReply):
+        replies = _each(connection, b"DEL", names, window, is_asking=is_asking, deadline_s=deadline_s)
+        tally.was_answered = True
+        for (index, _), reply in zip(window, replies, strict=True):
+            if isinstance(reply, ErrorReply) and not tally.redirected(index, reply):
                 tally.fault = f"the server answers {reply.code}"
-            elif not isinstance(reply, int):
-                raise RespFault(f"unexpected reply {reply!r} to DEL")
+
+
+def _each(
+    connection: RespConnection,
+    verb: bytes,
+    names: KeyNames,
+    blocks: Sequence[tuple[int, BlockId]],
+    *,
+    is_asking: bool,
+    deadline_s: float,
+) -> list[int | ErrorReply]:
+    """Send one command per block and a fence behind them; returns the replies, 0 or 1 or an error each."""
+    token = _new_token()
+    asking = _ASKING if is_asking else b""
+    asked = b"".join(asking + command(verb, names.of(block)) for _, block in blocks)
+    connection.send([asked + command(b"PING", token)], deadline_s=deadline_s)
+    replies: list[int | ErrorReply] = []
+    for _ in blocks:
+        _take_asking(connection, is_asking, deadline_s)
+        reply = connection.read_simple(deadline_s=deadline_s)
+        if not isinstance(reply, ErrorReply) and reply not in (0, 1):
+            raise RespFault(f"unexpected reply {reply!r} to {verb.decode()}")
+        assert isinstance(reply, int | ErrorReply)
+        replies.append(reply)
+    connection.read_fence(token, deadline_s=deadline_s)
+    return replies
+
+
+def _take_asking(connection: RespConnection, is_asking: bool, deadline_s: float) -> None:
+    if is_asking:
+        reply = connection.read_simple(deadline_s=deadline_s)
+        if reply != "OK" and not isinstance(reply, ErrorReply):
+            raise RespFault(f"unexpected reply {reply!r} to ASKING")
+
+
+def _new_token() -> bytes:
+    return b"fence-%d" % next(_tokens)
 
 
 def _pipeline(count: int, ask: Callable[[int], None], take: Callable[[int], None]) -> None:
@@ -221,10 +315,27 @@ def _verified(request: ReadRequest, data: bytearray, reply: BulkReply, origin: s
     return ReadOutcome(ReadStatus.OK, header, origin)
 
 
-def _write_status(reply: ErrorReply) -> WriteStatus:
+def _read_refusal(index: int, reply: ErrorReply, tally: Tally) -> ReadOutcome | None:
+    if tally.redirected(index, reply):
+        return None
+    if reply.code == "WRONGTYPE":
+        return ReadOutcome(ReadStatus.MISMATCH)
+    tally.fault = f"the server answers {reply.code}"
+    return ReadOutcome(ReadStatus.UNAVAILABLE)
+
+
+def _write_refusal(index: int, reply: ErrorReply, tally: Tally) -> WriteStatus | None:
+    if tally.redirected(index, reply):
+        return None
     if reply.code == "OOM":
         return WriteStatus.FULL
-    return WriteStatus.UNAVAILABLE if reply.code in _UNAVAILABLE_CODES else WriteStatus.REFUSED
+    if reply.code not in _UNAVAILABLE_CODES | _REFUSES_WRITES_CODES:
+        return WriteStatus.REFUSED
+    if reply.code in _REFUSES_WRITES_CODES:
+        tally.refuses_writes = True
+    else:
+        tally.fault = f"the server answers {reply.code}"
+    return WriteStatus.UNAVAILABLE
 
 
 def _bulk(word: bytes) -> bytes:

@@ -4,26 +4,37 @@ Payloads go out with ``sendmsg`` from where they lie, and come in with ``recv_in
 Replies are parsed by length. Whatever does not parse raises RespFault, after which the connection must be
 closed: a stream that may be out of step is never read again.
 
-Time. Every wait is bounded by ``timeout_s`` without a byte moving, and by the deadline of the call.
+Time. Every wait is bounded by ``timeout_s`` without a byte moving, and by the deadline of the call. The
+socket does not block; where nothing moves, ``poll`` waits. A timeout set on the socket would cost two more
+system calls for each ``recv_into`` (measured: benchmarks/remote_client.py).
 Thread safety: one thread at a time.
 """
 
 import enum
+import math
+import select
 import socket
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Union
 
 from kvstore.layout import MAX_BLOCK_BYTES
 from kvstore.tier import HEADER_BYTES
-from kvstore_tiers.resp_address import AddressLookup, RespAddress
+from kvstore_tiers.resp_address import AddressLookup, RespAddress, SocketAddress
 
 Piece = bytes | bytearray | memoryview
 """Bytes to send."""
 
+Reply = Union[int, str, "ErrorReply", None, "list[Reply]"]
+"""A reply of the control path; bulk strings and statuses are both text."""
+
 _LINE_BUFFER_BYTES = 1024
 _SKIP_BYTES = 64 << 10
 _SKIP_MAX_BYTES = 2 * MAX_BLOCK_BYTES + HEADER_BYTES
+_REPLY_MAX_ITEMS = 1 << 20
+_REPLY_MAX_TEXT_BYTES = 1 << 16
+_REPLY_MAX_DEPTH = 8
 
 
 class RespFault(Exception):
@@ -92,6 +103,12 @@ class RespConnection:
         self._start = 0
         self._stop = 0
         self._heard_s = clock()
+        stream.settimeout(0)
+        self._is_tls = isinstance(stream, ssl.SSLSocket)
+        self._poll_in = select.poll()
+        self._poll_in.register(stream, select.POLLIN)
+        self._poll_out = select.poll()
+        self._poll_out.register(stream, select.POLLOUT)
 
     @classmethod
     def connect(
@@ -110,28 +127,22 @@ class RespConnection:
             RespFault: no server, no answer in time, or it refused the login.
         """
         began_s = clock()
-        left_s = min(timeout_s, deadline_s - began_s)
+        until_s = min(deadline_s, began_s + timeout_s)
         stream: socket.socket | None = None
         try:
-            if left_s <= 0:
-                raise TimeoutError
-            family, where = lookup.find(left_s)
-            stream = socket.socket(family, socket.SOCK_STREAM)
-            stream.settimeout(max(0.001, left_s - (clock() - began_s)))
-            stream.connect(where)
-            if family != socket.AF_UNIX:
-                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            stream = _connected(lookup.find(until_s - began_s), until_s, clock)
             if tls is not None:
+                stream.settimeout(max(0.001, until_s - clock()))
                 stream = tls.wrap_socket(stream, server_hostname=address.host)
             connection = cls(stream, timeout_s=timeout_s, clock=clock)
             connection._enter(address, deadline_s)
         except TimeoutError as error:
             _close(stream)
             raise RespFault("connecting took too long", silent_s=clock() - began_s) from error
-        except (OSError, UnicodeError) as error:
+        except (OSError, ValueError) as error:
+            # ValueError: a host that no resolver could take.
             _close(stream)
-            reason = error.strerror if isinstance(error, OSError) else None
-            raise RespFault(f"cannot connect: {reason or error}") from error
+            raise RespFault(f"cannot connect: {_reason(error)}") from error
         except RespFault:
             _close(stream)
             raise
@@ -147,11 +158,14 @@ class RespConnection:
         self._heard_s = self._clock()
         try:
             while left:
-                self._bound_wait(deadline_s)
-                if isinstance(self._socket, ssl.SSLSocket):
-                    sent = self._socket.send(left[0])
-                else:
-                    sent = self._socket.sendmsg(left)
+                try:
+                    sent = self._socket.send(left[0]) if self._is_tls else self._socket.sendmsg(left)
+                except (BlockingIOError, ssl.SSLWantWriteError):
+                    self._wait(self._poll_out, deadline_s)
+                    continue
+                except ssl.SSLWantReadError:
+                    self._wait(self._poll_in, deadline_s)
+                    continue
                 self._heard_s = self._clock()
                 while left and sent >= len(left[0]):
                     sent -= len(left.pop(0))
@@ -207,9 +221,39 @@ class RespConnection:
         is_complete = length == sum(len(target) for target in targets)
         return BulkReply(BulkStatus.COMPLETE if is_complete else BulkStatus.WRONG_LENGTH, length)
 
-    def is_in_step(self) -> bool:
-        """Return whether nothing was received beyond the replies that were read."""
-        return self._start == self._stop
+    def read_reply(self, *, deadline_s: float) -> "Reply":
+        """Read a reply of any kind, with bounded length and depth: for the control path.
+
+        Raises:
+            RespFault: what does not parse or is too large, a broken connection, or no time left.
+        """
+        return self._reply(_Budget(), _REPLY_MAX_DEPTH, deadline_s)
+
+    def read_fence(self, token: bytes, *, deadline_s: float) -> None:
+        """Read the reply to ``PING token``, which proves that the replies before it were ours.
+
+        A server that does not let the user send PING proves it less well, by an error in that place.
+
+        Raises:
+            RespFault: it is another reply: the stream is out of step. Or a broken connection, no time left.
+        """
+        target = bytearray(len(token))
+        reply = self.read_bulk_into([memoryview(target)], deadline_s=deadline_s)
+        if isinstance(reply, BulkReply) and (reply.status is not BulkStatus.COMPLETE or target != token):
+            raise RespFault("the replies are out of step")
+
+    def is_quiet(self) -> bool:
+        """Return whether it is open and nothing came beyond the replies that were read."""
+        if self._start != self._stop:
+            return False
+        try:
+            # Bytes or the end of the stream: neither may come unasked.
+            self._socket.recv(1)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return True
+        except OSError:
+            return False
+        return False
 
     def close(self) -> None:
         """Close the socket. Idempotent."""
@@ -227,6 +271,26 @@ class RespConnection:
             reply = self.read_simple(deadline_s=deadline_s)
             if isinstance(reply, ErrorReply):
                 raise RespFault(f"the server refused the login: {reply.code}")
+
+    def _reply(self, budget: "_Budget", depth: int, deadline_s: float) -> "Reply":
+        kind, text = self._line(deadline_s)
+        if kind == b"+":
+            return text
+        if kind == b"-":
+            return ErrorReply(text)
+        if kind == b"_" or (kind in b"$*" and text == "-1"):
+            return None
+        number = _number(text)
+        if kind == b":":
+            return number
+        if kind == b"$" and 0 <= number <= _REPLY_MAX_TEXT_BYTES:
+            word = bytearray(number + 2)
+            self._read_exactly(memoryview(word), deadline_s)
+            return bytes(word[:-2]).decode("utf-8", "replace")
+        if kind == b"*" and depth and 0 <= number <= _REPLY_MAX_ITEMS - budget.items:
+            budget.items += number
+            return [self._reply(budget, depth - 1, deadline_s) for _ in range(number)]
+        raise RespFault(f"unexpected reply of type {kind!r} and length {number}")
 
     def _line(self, deadline_s: float) -> tuple[bytes, str]:
         """Read a line; returns its first byte and the text after it."""
@@ -260,25 +324,68 @@ class RespConnection:
 
     def _receive(self, target: memoryview, deadline_s: float) -> int:
         try:
-            self._bound_wait(deadline_s)
-            count = self._socket.recv_into(target)
+            while True:
+                try:
+                    count = self._socket.recv_into(target)
+                    break
+                except (BlockingIOError, ssl.SSLWantReadError):
+                    self._wait(self._poll_in, deadline_s)
+                except ssl.SSLWantWriteError:
+                    self._wait(self._poll_out, deadline_s)
         except OSError as error:
             raise self._fault(error) from error
         if not count:
             raise RespFault("the server closed the connection")
         self._heard_s = self._clock()
+        if self._heard_s >= deadline_s:
+            raise RespFault("no time left", silent_s=0.0)
         return count
 
-    def _bound_wait(self, deadline_s: float) -> None:
-        left_s = deadline_s - self._clock()
-        if left_s <= 0:
+    def _wait(self, poll: select.poll, deadline_s: float) -> None:
+        """Wait until something moves. Raises TimeoutError."""
+        now_s = self._clock()
+        left_s = min(deadline_s - now_s, self._heard_s + self._timeout_s - now_s)
+        if left_s <= 0 or not poll.poll(math.ceil(1000 * left_s)):
             raise TimeoutError
-        self._socket.settimeout(min(self._timeout_s, left_s))
 
     def _fault(self, error: OSError) -> RespFault:
         if isinstance(error, TimeoutError):
             return RespFault("no answer in time", silent_s=self._clock() - self._heard_s)
         return RespFault(f"the connection broke: {error.strerror or error}")
+
+
+@dataclass(slots=True)
+class _Budget:
+    """How many items a reply has announced so far."""
+
+    items: int = 0
+
+
+def _connected(places: Sequence[SocketAddress], until_s: float, clock: Callable[[], float]) -> socket.socket:
+    """Connect to the first address that takes it. Raises OSError."""
+    failure: OSError = TimeoutError()
+    for family, where in places:
+        left_s = until_s - clock()
+        if left_s <= 0:
+            raise TimeoutError
+        stream = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            stream.settimeout(left_s)
+            stream.connect(where)
+            if family != socket.AF_UNIX:
+                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as error:
+            stream.close()
+            failure = error
+        else:
+            return stream
+    raise failure
+
+
+def _reason(error: OSError | ValueError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted: {error.verify_message}"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _number(text: str) -> int:

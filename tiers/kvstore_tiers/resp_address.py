@@ -1,9 +1,10 @@
 """RespAddress: where a Redis-protocol server listens and how to log in; and its name looked up in time."""
 
 import socket
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as LookupTimeout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from urllib.parse import unquote, urlsplit
 
 from kvstore.errors import InvalidConfig
@@ -52,6 +53,10 @@ class RespAddress:
         is_tls = parts.scheme == "rediss"
         return cls(parts.hostname, port, "", _database(db), is_tls=is_tls, user=user, password=secret)
 
+    def at(self, host: str, port: int) -> "RespAddress":
+        """Return the address of another server that is logged in to in the same way."""
+        return replace(self, host=host, port=port, path="")
+
     def __str__(self) -> str:
         """Return the address for messages, without credentials."""
         if self.path:
@@ -67,22 +72,26 @@ SocketAddress = tuple[socket.AddressFamily, tuple[str, int] | tuple[str, int, in
 
 
 class AddressLookup:
-    """Looks the server's name up in a thread of its own, since the system's resolver knows no deadline."""
+    """Looks the server's name up in a thread of its own, since the system's resolver knows no deadline.
+
+    Safe in threads.
+    """
 
     def __init__(self, address: RespAddress) -> None:
         self._address = address
+        self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
-        self._pending: Future[SocketAddress] | None = None
+        self._pending: Future[list[SocketAddress]] | None = None
 
-    def find(self, timeout_s: float) -> SocketAddress:
-        """Return where to connect to.
+    def find(self, timeout_s: float) -> list[SocketAddress]:
+        """Return where to connect to, the best address first.
 
         Raises:
             TimeoutError: no answer in time; the look-up goes on for the next call.
             OSError: there is no such host.
         """
         if self._address.path:
-            return socket.AF_UNIX, self._address.path
+            return [(socket.AF_UNIX, self._address.path)]
         try:
             return self._resolve(socket.AI_NUMERICHOST)
         except socket.gaierror:
@@ -92,28 +101,31 @@ class AddressLookup:
         except LookupTimeout as error:
             raise TimeoutError("looking the name up took too long") from error
         finally:
-            if pending.done():
-                self._pending = None
+            with self._lock:
+                if pending.done() and self._pending is pending:
+                    self._pending = None
 
     def close(self) -> None:
         """Let go of the thread, without waiting for a look-up under way."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            if self._executor is not None:
+                self._executor.shutdown(wait=False, cancel_futures=True)
+                self._executor = None
 
-    def _start(self) -> "Future[SocketAddress]":
-        pending = self._pending
-        if pending is None:
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvstore-lookup")
-            pending = self._pending = self._executor.submit(self._resolve, 0)
-        return pending
+    def _start(self) -> "Future[list[SocketAddress]]":
+        """Return the look-up under way, or begin one."""
+        with self._lock:
+            if self._pending is None:
+                if self._executor is None:
+                    self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvstore-lookup")
+                self._pending = self._executor.submit(self._resolve, 0)
+            return self._pending
 
-    def _resolve(self, flags: int) -> SocketAddress:
+    def _resolve(self, flags: int) -> list[SocketAddress]:
         found = socket.getaddrinfo(
             self._address.host, self._address.port, type=socket.SOCK_STREAM, flags=flags
         )
-        family, _, _, _, where = found[0]
-        return family, where  # type: ignore[return-value]  # a stream address of AF_INET or AF_INET6
+        return [(family, where) for family, _, _, _, where in found]  # type: ignore[misc]  # AF_INET, AF_INET6
 
 
 def _database(text: str) -> int:

@@ -1,0 +1,66 @@
+"""``kvstore drop``, ``demote`` and ``epoch``: take blocks out of memory, out of the store, or out of date."""
+
+import argparse
+import json
+
+from kvstore.cli.block_naming import add_naming_arguments, read_blocks
+from kvstore.cli.store_address import add_store_arguments, connected
+
+
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the commands to the command line's parser."""
+    drop = subparsers.add_parser(
+        "drop",
+        help="forget blocks in every tier",
+        description="Forget every copy of a prompt's blocks that is not leased. Exit status: 0 dropped,"
+        " 1 none was stored, 2 bad input, 3 no server.",
+    )
+    demote = subparsers.add_parser(
+        "demote",
+        help="move blocks from memory to a tier below",
+        description="Write a prompt's blocks to a tier below and take them out of memory; leased ones stay."
+        " Exit status: 0 demoted, 1 none was in memory, 2 bad input, 3 no server.",
+    )
+    for parser, run in ((drop, run_drop), (demote, run_demote)):
+        add_naming_arguments(parser)
+        add_store_arguments(parser)
+        parser.set_defaults(run=run)
+
+    epoch = subparsers.add_parser(
+        "epoch",
+        help="end a model's epoch: nothing stored for it so far is served again",
+        description="End a model's epoch, on every node that shares the remote tier: for weights that change"
+        " in place. Prints the new epoch. Exit status: 0 done, 2 usage, 3 no server.",
+    )
+    epoch.add_argument("--model", required=True, help="the model's name")
+    epoch.add_argument("--advance", action="store_true", required=True, help="say that this is meant")
+    add_store_arguments(epoch)
+    epoch.set_defaults(run=run_epoch)
+
+
+def run_drop(args: argparse.Namespace) -> int:
+    """Drop blocks; 0 if there were any."""
+    namespace, chain = read_blocks(args)
+    with connected(args) as client:
+        client.open_namespace(namespace)
+        num_dropped = client.drop(chain)
+    print(json.dumps({"dropped": num_dropped}) if args.json else f"{num_dropped} dropped")
+    return 0 if num_dropped else 1
+
+
+def run_demote(args: argparse.Namespace) -> int:
+    """Demote blocks; 0 if there were any."""
+    namespace, chain = read_blocks(args)
+    with connected(args) as client:
+        client.open_namespace(namespace)
+        num_demoted = client.demote(chain)
+    print(json.dumps({"demoted": num_demoted}) if args.json else f"{num_demoted} demoted")
+    return 0 if num_demoted else 1
+
+
+def run_epoch(args: argparse.Namespace) -> int:
+    """End the present epoch and print the new one."""
+    with connected(args) as client:
+        epoch = client.advance_epoch(args.model)
+    print(json.dumps({"model": args.model, "epoch": epoch}) if args.json else f"epoch {epoch}")
+    return 0

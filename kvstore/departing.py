@@ -1,0 +1,105 @@
+"""Departure: blocks that leave on purpose: dropped, demoted, or drained before the end."""
+
+import asyncio
+from collections.abc import Sequence
+
+from kvstore.directory import BlockEntry
+from kvstore.keys import PrefixChain
+from kvstore.layout import Part
+from kvstore.miss import MissReason
+from kvstore.mover import Mover
+from kvstore.space import Space
+from kvstore.state import State, WriteMode
+
+_HOLD_PATIENCE_S = 1.0
+
+
+class Departure:
+    """Drops, demotions and the drain of one manager."""
+
+    def __init__(self, state: State, space: Space, mover: Mover) -> None:
+        self._state = state
+        self._space = space
+        self._mover = mover
+
+    async def drop(self, chain: PrefixChain, *, part: Part | None = None) -> int:
+        """Forget every copy of these blocks that is not leased; returns how many blocks lost one.
+
+        A block on its way between tiers is waited for, up to a second, and stays if that is not enough.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        state = self._state
+        shelf = state.directory.shelf(chain.namespace, part)
+        entries = [shelf.entries[key] for key in reversed(chain.keys) if key in shelf.entries]
+        dropped: set[BlockEntry] = set()
+        await self._wait_for_holds(entries)
+        for entry in entries:
+            if entry.is_ready(state.top.name) and not entry.is_kept:
+                state.forget_copy(entry, state.top.name, MissReason.DROPPED)
+                dropped.add(entry)
+        for tier in state.lower:
+            going = [entry for entry in entries if entry.is_ready(tier.name) and not entry.is_kept]
+            await self._space.drop_copies(tier, going, MissReason.DROPPED)
+            dropped.update(going)
+            for entry in entries:
+                if tier.is_shared and not entry.is_kept:
+                    state.forget_belief(entry.name, tier.name)
+            if tier.is_shared:
+                leased = {entry.key for entry in entries if entry.is_kept}
+                await tier.drop([shelf.block(key) for key in chain.keys if key not in leased])
+        return len(dropped)
+
+    async def _wait_for_holds(self, entries: Sequence[BlockEntry]) -> None:
+        """Give transfers of these blocks a moment to end, so that they do not keep them from leaving."""
+        state = self._state
+        try:
+            async with asyncio.timeout(_HOLD_PATIENCE_S):
+                while any(entry.holds and not entry.leases for entry in entries):
+                    state.freed.clear()
+                    await state.freed.wait()
+        except TimeoutError:
+            return
+
+    async def demote(self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float = 10.0) -> int:
+        """Write blocks to a tier below and take them out of the top tier; returns how many left it.
+
+        Leased blocks, and those with a child there that is not among them, stay.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        state = self._state
+        shelf = state.directory.shelf(chain.namespace, part)
+        entries = [shelf.entries[key] for key in reversed(chain.keys) if key in shelf.entries]
+        going = [entry for entry in entries if entry.is_ready(state.top.name) and not entry.is_kept]
+        missing_below = [entry for entry in going if not state.has_lower_copy(entry)]
+        self._mover.write_through(missing_below)
+        await self._mover.flush(timeout_s=timeout_s)
+        num_left = 0
+        for entry in going:
+            if entry.may_leave(state.top.name) and state.has_lower_copy(entry):
+                state.forget_copy(entry, state.top.name, MissReason.EVICTED)
+                num_left += 1
+        return num_left
+
+    async def drain(self, *, timeout_s: float) -> int:
+        """Take no more blocks, and write down what only the top tier has; returns how many are left over."""
+        state = self._state
+        deadline_s = state.clock() + timeout_s
+        if not state.lower or state.settings.write_mode is WriteMode.SECOND_HIT:
+            await self._mover.flush(timeout_s=timeout_s)
+            return 0
+        # One pass: in a tier below that is smaller, the last of them push out the first again.
+        alone = [entry for entry in state.directory.entries() if self._is_only_on_top(entry)]
+        step = state.settings.write_queue_blocks
+        for start in range(0, max(1, len(alone)), step):
+            self._mover.write_through(alone[start : start + step])
+            if not await self._mover.flush(timeout_s=max(0.0, deadline_s - state.clock())):
+                break
+        return sum(self._is_only_on_top(entry) for entry in alone)
+
+    def _is_only_on_top(self, entry: BlockEntry) -> bool:
+        is_there = entry.is_ready(self._state.top.name) and not entry.shelf.is_stale
+        return is_there and not self._state.has_lower_copy(entry)

@@ -1,0 +1,79 @@
+"""Explaining a chain block by block: what is stored where, and since when and why the rest is not."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvstore.directory import BlockEntry, Gone, Shelf
+from kvstore.keys import BlockKey, PrefixChain
+from kvstore.miss import MissReason
+from kvstore.results import BlockReport
+from kvstore.state import State
+
+MAX_SIBLINGS = 1000
+"""Siblings are counted up to here."""
+
+
+def explain(
+    state: State,
+    shelf: Shelf,
+    chain: PrefixChain,
+    *,
+    found_below: dict[BlockKey, str],
+    trouble: MissReason | None,
+) -> list[BlockReport]:
+    """Report on every block of a chain.
+
+    ``found_below`` are blocks a probe of the shared tiers found, ``trouble`` why such a probe could not say.
+    """
+    reports: list[BlockReport] = []
+    is_behind = False
+    for index, key in enumerate(chain.keys):
+        entry = shelf.entries.get(key)
+        tiers = _tiers(state, entry, found_below.get(key))
+        reason: MissReason | None = None
+        if not tiers or shelf.is_stale:
+            reason = MissReason.OTHER_EPOCH if shelf.is_stale else _why(state, shelf, key, trouble)
+        siblings = 0 if is_behind or reason is None else _siblings(shelf, chain, index)
+        gone = state.directory.gone(shelf.name(key)) if not tiers else None
+        report = BlockReport(
+            index=chain.start + index,
+            key=key,
+            tiers=tiers,
+            reason=reason,
+            is_leased=entry is not None and entry.leases > 0,
+            siblings=siblings,
+        )
+        reports.append(report if gone is None else _with_gone(state, report, gone))
+        is_behind = is_behind or reason is not None
+    return reports
+
+
+def _tiers(state: State, entry: BlockEntry | None, probed: str | None) -> tuple[str, ...]:
+    certain = [name for name in state.policies if entry is not None and entry.is_ready(name)]
+    return (*certain, *([probed] if probed and probed not in certain else []))
+
+
+def _why(state: State, shelf: Shelf, key: BlockKey, trouble: MissReason | None) -> MissReason:
+    gone = state.directory.why_gone(shelf.name(key))
+    return trouble if trouble is not None and gone is MissReason.NEVER_SEEN else gone
+
+
+def _siblings(shelf: Shelf, chain: PrefixChain, index: int) -> int:
+    parent = chain.keys[index - 1] if index else chain.parent or BlockKey(chain.namespace)
+    depth = chain.start + index
+    found = 0
+    for entry in shelf.entries.values():
+        found += entry.parent == parent and entry.depth == depth and bool(entry.copies)
+        if found == MAX_SIBLINGS:
+            break
+    return found
+
+
+def _with_gone(state: State, report: BlockReport, gone: Gone) -> BlockReport:
+    pressed_by = "" if gone.by is None else gone.by.hex()[:12]
+    return replace(report, gone_tier=gone.tier, gone_s=state.clock() - gone.at_s, pressed_by=pressed_by)
+
+
+def first_difference(reports: Sequence[BlockReport]) -> int | None:
+    """Return the position of the first block that is not served, or None."""
+    return next((i for i, report in enumerate(reports) if report.reason is not None), None)

@@ -1,0 +1,190 @@
+"""Putter: lends slots of the top tier to writers, and publishes what they wrote."""
+
+from collections.abc import Callable, Sequence
+
+from kvstore.directory import BlockEntry, Copy, CopyState, Shelf
+from kvstore.errors import InvalidRequest, TierFull
+from kvstore.keys import BlockKey, PrefixChain
+from kvstore.layout import Part
+from kvstore.mover import Mover
+from kvstore.results import Owner, Reserved, ReservedSlot
+from kvstore.space import Space
+from kvstore.state import State, WriteMode
+from kvstore.tier import Slot
+
+
+class Putter:
+    """Puts of one manager. A stale namespace, and a store that drains, take no blocks.
+
+    ``note_fill`` is called whenever the top tier has become fuller.
+    """
+
+    def __init__(self, state: State, space: Space, mover: Mover, note_fill: Callable[[], None]) -> None:
+        self._state = state
+        self._space = space
+        self._mover = mover
+        self._note_fill = note_fill
+        self.is_draining = False
+
+    async def reserve(
+        self,
+        chain: PrefixChain,
+        *,
+        owner: Owner,
+        part: Part | None = None,
+        timeout_s: float | None = None,
+    ) -> Reserved:
+        """Lend slots to write those blocks of ``chain`` into that are not stored.
+
+        As many as there is room for by the timeout, in chain order; the rest is counted as dropped.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        state = self._state
+        shelf = state.directory.shelf(chain.namespace, part)
+        if shelf.is_stale or self.is_draining:
+            state.counters.puts["dropped"] += len(chain)
+            return Reserved((), 0)
+        missing = self._missing(shelf, chain)
+        present = len(chain) - len(missing)
+        state.counters.puts["present"] += present
+        self._touch(shelf, chain, len(chain))
+        if not missing:
+            return Reserved((), present)
+        deadline_s = state.deadline_s(timeout_s)
+        within = await self._space.fit_quota_on_top(shelf, len(missing), deadline_s=deadline_s)
+        await self._space.make_room_on_top(
+            shelf.length_bytes, within, deadline_s=deadline_s, by=shelf.namespace
+        )
+        if not state.leases.is_live(owner):
+            return Reserved((), present)
+        slots = state.take_slots(shelf.length_bytes, within)
+        state.counters.puts["dropped"] += len(missing) - len(slots)
+        state.counters.puts["over_quota"] += len(missing) - within
+        self._lend(owner, slots, shelf.length_bytes)
+        lent = [
+            ReservedSlot(index, slot, state.top.generation(slot))
+            for index, slot in zip(missing, slots, strict=False)
+        ]
+        return Reserved(tuple(lent), present)
+
+    async def reserve_unnamed(
+        self, count: int, length_bytes: int, *, owner: Owner, timeout_s: float | None = None
+    ) -> list[Slot]:
+        """Lend ``count`` slots that have no name yet: an engine's growing blocks.
+
+        Raises:
+            TierFull: there is no room for all of them by the timeout.
+            InvalidRequest: the owner has ended.
+        """
+        state = self._state
+        deadline_s = state.deadline_s(timeout_s)
+        await self._space.make_room_on_top(length_bytes, count, deadline_s=deadline_s)
+        if not state.leases.is_live(owner):
+            raise InvalidRequest(f"owner {owner} has ended")
+        if not state.top.has_room(length_bytes, count):
+            raise TierFull(
+                f"{state.top.name}: no {count} slots of {length_bytes} bytes free: "
+                f"{state.top.used_bytes} of {state.top.capacity_bytes} bytes are in use and cannot leave"
+            )
+        slots = state.top.allocate(length_bytes, count)
+        self._lend(owner, slots, length_bytes)
+        return slots
+
+    def commit(
+        self,
+        chain: PrefixChain,
+        slots: Sequence[Slot],
+        *,
+        owner: Owner,
+        checksums: Sequence[int] | None = None,
+        part: Part | None = None,
+    ) -> list[bool]:
+        """Publish written slots as the blocks of ``chain``, one slot per block: READY from now on.
+
+        True: the slot holds the stored block, which the owner leases until ``return_slots`` or
+        ``release_owner``. False: the block was stored already, or the slot is not lent to this owner any
+        more; a slot that is lent stays so. ``checksums`` None (vram): taken when the block first leaves.
+
+        Raises:
+            InvalidRequest: the namespace is not open, lengths differ, or a slot is too small for the block.
+        """
+        state = self._state
+        shelf = state.directory.shelf(chain.namespace, part)
+        if len(slots) != len(chain) or (checksums is not None and len(checksums) != len(chain)):
+            raise InvalidRequest(f"commit: {len(chain)} blocks, {len(slots)} slots: one slot per block")
+        self._refuse_small_slots(slots, owner, shelf.length_bytes)
+        published: list[BlockEntry] = []
+        results: list[bool] = []
+        parent = chain.parent or BlockKey(chain.namespace)
+        for index, (key, slot) in enumerate(zip(chain.keys, slots, strict=True)):
+            entry = state.directory.entry(shelf, key, parent, chain.start + index)
+            payload_sum = checksums[index] if checksums is not None else None
+            is_new = self._publish(shelf, entry, slot, owner=owner, payload_sum=payload_sum)
+            results.append(is_new)
+            if is_new:
+                published.append(entry)
+            parent = key
+        state.publish_top(published)
+        state.counters.puts["stored"] += len(published)
+        state.counters.puts["duplicate"] += len(chain) - len(published)
+        if state.settings.write_mode is WriteMode.THROUGH:
+            self._mover.write_through(published, is_new=True)
+        self._note_fill()
+        return results
+
+    def return_slots(self, slots: Sequence[Slot], *, owner: Owner) -> None:
+        """Give lent slots back: unnamed ones are freed, published ones lose the owner's lease.
+
+        A slot that is not lent to the owner (its deadline passed, say) is ignored and counted.
+        """
+        state = self._state
+        for slot in slots:
+            lent = state.leases.take_back(owner, slot)
+            if lent is None:
+                state.counters.leases["stale_returns"] += 1
+            elif lent.entry is None:
+                state.free_slots([slot])
+            else:
+                state.note_release(lent.entry)
+
+    def _lend(self, owner: Owner, slots: Sequence[Slot], length_bytes: int) -> None:
+        deadline_s = self._state.clock() + self._state.settings.lease_s
+        self._state.leases.lend(owner, slots, length_bytes=length_bytes, deadline_s=deadline_s)
+        self._note_fill()
+
+    def _publish(
+        self, shelf: Shelf, entry: BlockEntry, slot: Slot, *, owner: Owner, payload_sum: int | None
+    ) -> bool:
+        state = self._state
+        lent = state.leases.lent(owner, slot)
+        is_new = lent is not None and lent.entry is None and state.top.name not in entry.copies
+        if not is_new or shelf.is_stale:
+            state.directory.prune(entry)
+            return False
+        state.directory.set_copy(entry, state.top.name, Copy(CopyState.READY, slot, payload_sum))
+        state.leases.publish(owner, slot, entry)
+        return True
+
+    def _refuse_small_slots(self, slots: Sequence[Slot], owner: Owner, length_bytes: int) -> None:
+        for slot in slots:
+            lent = self._state.leases.lent(owner, slot)
+            if lent is not None and lent.length_bytes < length_bytes:
+                raise InvalidRequest(
+                    f"commit: slot {slot} was lent for {lent.length_bytes} bytes, a block has {length_bytes}"
+                )
+
+    def _missing(self, shelf: Shelf, chain: PrefixChain) -> list[int]:
+        entries, down = shelf.entries, self._state.down_tiers()
+        return [
+            index
+            for index, key in enumerate(chain.keys)
+            if not self._state.is_certain(entries.get(key), down)
+        ]
+
+    def _touch(self, shelf: Shelf, chain: PrefixChain, num_blocks: int) -> None:
+        entries = shelf.entries
+        names = [entries[key].name for key in chain.keys[:num_blocks] if key in entries]
+        for policy in self._state.policies.values():
+            policy.touch(names)
