@@ -174,6 +174,8 @@ class SlotScribbled(Fault):
                 stage.get(chain)
         stage.put(chain)
         stage.get(chain)
+        # What was scribbled on while it was written below is damaged there too.
+        stage.client.flush()
         _drop_damaged(stage)
         stage.client.drop(chain)
 

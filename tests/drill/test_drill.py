@@ -12,6 +12,7 @@ from kvstore.drill.blocks import payloads_of
 from kvstore.drill.stage import Stage
 from kvstore.drill.store_process import PartFailed
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "drill.md"
 SHORT = (
     "kill_under_load",
     "slab_foreign_block",
@@ -130,7 +131,9 @@ def test_an_unknown_kind_is_a_usage_error(capsys: pytest.CaptureFixture[str]) ->
     assert "no fault named gremlins" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(not DOCUMENT.exists(), reason="docs are only in the checkout")
 def test_every_kind_is_described_in_the_documentation() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "drill.md").read_text()
+    text = DOCUMENT.read_text(encoding="utf-8")
 
-    assert [fault.name for fault in all_faults() if f"`{fault.name}`" not in text] == []
+    rows = [f"| `{fault.name}` | {fault.description} |" for fault in all_faults()]
+    assert [row for row in rows if row not in text] == []
