@@ -10,10 +10,12 @@ from kvstore.errors import (
     InvalidLayout,
     InvalidRequest,
     KVStoreError,
+    NamespaceNotOpen,
     ProtocolMismatch,
     ServerUnavailable,
     TierFull,
     TierUnavailable,
+    TimedOut,
 )
 from kvstore.layout import MAX_BLOCK_BYTES
 from kvstore.message_fields import (
@@ -211,20 +213,25 @@ class FailureCode(enum.Enum):
     """Why a request was refused or failed. A closed set."""
 
     INVALID_REQUEST = "invalid_request"
+    NAMESPACE_NOT_OPEN = "namespace_not_open"
     INVALID_LAYOUT = "invalid_layout"
     TIER_FULL = "tier_full"
     TIER_UNAVAILABLE = "tier_unavailable"
     CORRUPT = "corrupt"
+    TIMED_OUT = "timed_out"
     STOPPING = "stopping"
     INTERNAL = "internal"
 
 
+# The first that fits counts: a class stands before those it inherits from.
 _FAILURES: tuple[tuple[type[KVStoreError], FailureCode], ...] = (
+    (NamespaceNotOpen, FailureCode.NAMESPACE_NOT_OPEN),
     (InvalidRequest, FailureCode.INVALID_REQUEST),
     (InvalidLayout, FailureCode.INVALID_LAYOUT),
     (TierFull, FailureCode.TIER_FULL),
     (TierUnavailable, FailureCode.TIER_UNAVAILABLE),
     (CorruptBlock, FailureCode.CORRUPT),
+    (TimedOut, FailureCode.TIMED_OUT),
     (ServerUnavailable, FailureCode.STOPPING),
 )
 

@@ -16,12 +16,13 @@ import numpy.typing as npt
 from kvstore import calls
 from kvstore.arena_link import ArenaCache
 from kvstore.async_link import AsyncLink
-from kvstore.calls import Ask, FetchResult, FetchTally, Plan, PutTally, Session, Step, Tell, TimedOut, Work
+from kvstore.calls import Ask, FetchResult, FetchTally, Plan, PutTally, Session, Step, Tell, Work
 from kvstore.client_state import AWAY, ClientState, ClientStats, Timeouts
-from kvstore.errors import InvalidRequest, ProtocolMismatch, ServerUnavailable
+from kvstore.errors import InvalidRequest, ProtocolMismatch, ServerUnavailable, TimedOut
 from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
-from kvstore.messages import Answer, Failed, OpenNamespace
+from kvstore.messages import Answer, Failed, FailureCode, OpenNamespace, Request
+from kvstore.outlasting import outlast
 from kvstore.results import BlockReport, PrefixMatch, PutResult
 from kvstore.server_address import parse_address
 from kvstore.transfer import Buffer, SlotReader, require_writable, split_buffers
@@ -38,9 +39,15 @@ class _CallSession:
     """One call on the connection."""
 
     def __init__(
-        self, link: AsyncLink, state: ClientState, copiers: ThreadPoolExecutor, deadline_s: float
+        self,
+        link: AsyncLink,
+        state: ClientState,
+        copiers: ThreadPoolExecutor,
+        deadline_s: float,
+        namespace: Namespace | None,
     ) -> None:
         self._link = link
+        self._namespace = namespace
         self._state = state
         self._copiers = copiers
         self._deadline_s = deadline_s
@@ -64,37 +71,50 @@ class _CallSession:
     async def carry_out(self, step: Step) -> Answer | object:
         """Do what a plan asks for, and return what it gets."""
         if isinstance(step, Ask):
-            return await self._link.ask(step.request, self._deadline_s)
+            return await self._ask(step.request)
         if isinstance(step, Tell):
             self._link.tell(step.message)
             return None
         return await self._copy(step)
 
+    async def open_namespace(self) -> None:
+        """Tell the server of the call's namespace, if it has one."""
+        if self._namespace is not None:
+            answer = await self._link.ask(OpenNamespace(self._namespace), self._deadline_s)
+            if isinstance(answer, Failed):
+                raise answer.to_error()
+            self._link.opened.add(self._namespace.digest)
+
+    async def _ask(self, request: Request) -> Answer:
+        """Ask, once more if the server has forgotten the namespace meanwhile."""
+        answer = await self._link.ask(request, self._deadline_s)
+        if self._namespace is not None and _is_forgotten(answer):
+            await self.open_namespace()
+            answer = await self._link.ask(request, self._deadline_s)
+            if _is_forgotten(answer):
+                raise ServerUnavailable("server: it forgot the namespace again: too many are in use there")
+        return answer
+
     async def _copy(self, work: Work) -> object:
-        """Run a copy; when the caller is cancelled, stop it and wait until it touches no buffer any more."""
-        is_abandoned = threading.Event()
+        """Run a copy; when the caller is cancelled, stop it and wait until it touches no buffer any more.
+
+        A lost connection stops it too: what its slots were lent for has ended.
+        """
+        link, is_abandoned = self._link, threading.Event()
+        if link.is_lost:
+            raise ServerUnavailable("server: connection lost")
 
         def should_stop() -> bool:
-            return is_abandoned.is_set() or time.monotonic() >= self._deadline_s
+            return is_abandoned.is_set() or link.is_lost or time.monotonic() >= self._deadline_s
 
         if work.size_bytes <= _INLINE_BYTES:
             return work.run(should_stop)
         running = asyncio.get_running_loop().run_in_executor(self._copiers, work.run, should_stop)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            is_abandoned.set()
-            await _settled(running)
-            raise
+        return await outlast(running, when_cancelled=is_abandoned.set)
 
 
-async def _settled(running: "asyncio.Future[object]") -> None:
-    """Wait until a future is done, whatever else happens; it ends by itself within one block's copy."""
-    while not running.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait([running])
-    if not running.cancelled():
-        running.exception()
+def _is_forgotten(answer: Answer) -> bool:
+    return isinstance(answer, Failed) and answer.code is FailureCode.NAMESPACE_NOT_OPEN
 
 
 class AsyncKVStore:
@@ -116,6 +136,7 @@ class AsyncKVStore:
         self._arenas = ArenaCache()
         self._link: AsyncLink | None = None
         self._connecting = asyncio.Lock()
+        self._attempt: asyncio.Task[AsyncLink] | None = None
         self._copiers = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="kvstore-copy")
         self._is_closed = False
 
@@ -146,6 +167,12 @@ class AsyncKVStore:
     async def close(self) -> None:
         """Close the connection. Calls under way end as misses. Idempotent."""
         self._is_closed = True
+        attempt = self._attempt
+        if attempt is not None:
+            attempt.cancel()
+            await asyncio.wait([attempt])
+            if not attempt.cancelled() and attempt.exception() is None:
+                await attempt.result().close()
         link, self._link = self._link, None
         if link is not None:
             await link.close()
@@ -208,7 +235,7 @@ class AsyncKVStore:
         """Store the blocks of ``chain``: one payload per block, or one buffer that holds all in a row.
 
         Blocks that are present are not written again. What found no room, or no server, is dropped, and so
-        is a payload whose xxh3-64 is not the one given in ``checksums``.
+        is a payload whose xxh3-64 is not the one given in ``checksums``. ``doubtful`` names those blocks.
         """
         length_bytes = self._state.length_bytes(chain, part)
         views = split_buffers(payloads, length_bytes=length_bytes, count=len(chain), what="payloads")
@@ -322,10 +349,12 @@ class AsyncKVStore:
     async def check(self, sample_blocks: int = 64, *, timeout_s: float | None = None) -> list[str]:
         """Have the server verify its invariants and a sample of checksums; one line per violation.
 
+        If that takes longer than the call may, a line says that it was cut.
+
         Raises:
             ServerUnavailable: no server answers in time.
         """
-        return await self._control(lambda _: calls.check_plan(sample_blocks), timeout_s)
+        return await self._control(lambda session: calls.check_plan(session, sample_blocks), timeout_s)
 
     async def ping(self, *, timeout_s: float | None = None) -> None:
         """Return if the server answers.
@@ -400,25 +429,32 @@ class AsyncKVStore:
     ) -> T:
         try:
             link = await self._open_link(deadline_s, is_control=is_control)
-            if namespace is not None and namespace not in link.opened:
-                await _open_namespace(link, self._state.namespace(namespace), deadline_s)
-            session = _CallSession(link, self._state, self._copiers, deadline_s)
-            return await _follow(make_plan(session), session)
+            try:
+                space = None if namespace is None else self._state.namespace(namespace)
+                session = _CallSession(link, self._state, self._copiers, deadline_s, space)
+                if namespace is not None and namespace not in link.opened:
+                    await session.open_namespace()
+                return await _follow(make_plan(session), session)
+            except ProtocolMismatch:
+                # Only the connection that said it: others may have made a new one meanwhile.
+                if self._link is link:
+                    self._link = None
+                await link.close()
+                raise
         except ProtocolMismatch:
             self._state.note_protocol_error()
-            link_in_doubt, self._link = self._link, None
-            if link_in_doubt is not None:
-                await link_in_doubt.close()
             raise
 
     async def _open_link(self, deadline_s: float, *, is_control: bool) -> AsyncLink:
         """Return the connection, made if there is none; one caller makes it, the others wait for it."""
+        if self._is_closed:
+            raise InvalidRequest("client: it is closed")
         if self._link is not None and self._link.is_open:
             return self._link
         try:
             async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())), self._connecting:
                 if self._is_closed:
-                    raise InvalidRequest("client: it is closed")
+                    raise ServerUnavailable("client: it was closed meanwhile")
                 if self._link is not None and self._link.is_open:
                     return self._link
                 if not is_control:
@@ -431,22 +467,28 @@ class AsyncKVStore:
             raise TimedOut(f"server at {self._path}: no connection in time") from error
 
     async def _connect(self) -> AsyncLink:
-        link: AsyncLink | None = None
+        """Make the connection in a task of its own, which ends with the caller's call and with ``close``."""
+        self._attempt = attempt = asyncio.create_task(AsyncLink.open(self._path, self._arenas))
         try:
-            link = await AsyncLink.open(self._path, self._arenas)
+            await asyncio.wait([attempt])
+            if attempt.cancelled() or self._is_closed:
+                raise ServerUnavailable("client: it was closed meanwhile")
+            self._link = link = attempt.result()
+        except BaseException:
+            self._state.note_not_connected()
+            attempt.cancel()
+            attempt.add_done_callback(_discard)
+            raise
         finally:
-            if link is None:
-                self._state.note_not_connected()
-        self._state.note_connected(link.welcome.instance)  # pyright: ignore[reportOptionalMemberAccess]
-        self._link = link
+            self._attempt = None
+        self._state.note_connected(link.welcome.instance)
         return link
 
 
-async def _open_namespace(link: AsyncLink, namespace: Namespace, deadline_s: float) -> None:
-    answer = await link.ask(OpenNamespace(namespace), deadline_s)
-    if isinstance(answer, Failed):
-        raise answer.to_error()
-    link.opened.add(namespace.digest)
+def _discard(attempt: "asyncio.Task[AsyncLink]") -> None:
+    """End a connection that nobody takes."""
+    if not attempt.cancelled() and attempt.exception() is None:
+        attempt.result().abort()
 
 
 async def _follow(plan: Plan[T], session: _CallSession) -> T:

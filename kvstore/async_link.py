@@ -1,7 +1,8 @@
 """One connection of an asyncio client: many requests under way, each answered by its id.
 
-A request whose caller gave up stays registered until its answer comes; what a late answer lends is given back
-at once. A connection that stays silent while requests wait, or that breaks the protocol, is closed.
+A request whose caller gave up stays registered until its answer comes; what an answer lends that nobody takes
+is given back at once, also when the caller is cancelled in the very tick in which it arrives. A connection
+that stays silent while requests wait, or that breaks the protocol, is closed.
 """
 
 import array
@@ -14,8 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstore.arena_link import ArenaCache, MappedArena
-from kvstore.calls import TimedOut
-from kvstore.errors import ProtocolMismatch, ServerUnavailable
+from kvstore.errors import ProtocolMismatch, ServerUnavailable, TimedOut
 from kvstore.keys import NamespaceDigest
 from kvstore.link import accept_greeting, close_all, greeting, receive_greeting
 from kvstore.messages import (
@@ -91,6 +91,11 @@ class AsyncLink(asyncio.Protocol):
         except OSError:
             return False
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection has ended, as far as the loop knows. May be asked on any thread."""
+        return self._closed.is_set()
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin."""
         assert isinstance(transport, asyncio.Transport)
@@ -113,6 +118,7 @@ class AsyncLink(asyncio.Protocol):
         for waiting in self._waiting.values():
             if not waiting.answer.done():
                 waiting.answer.set_exception(ServerUnavailable("server: connection lost"))
+            self._room.release()
         self._waiting.clear()
 
     async def ask(self, request: Request, deadline_s: float) -> Answer:
@@ -139,6 +145,10 @@ class AsyncLink(asyncio.Protocol):
         transport.write(data)
         try:
             return await answer
+        except asyncio.CancelledError:
+            if answer.done() and not answer.cancelled() and answer.exception() is None:
+                self._give_back(answer.result())
+            raise
         finally:
             timer.cancel()
             answer.cancel()
@@ -148,6 +158,11 @@ class AsyncLink(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode_message(message, self._next_id))
             self._next_id += 1
+
+    def abort(self) -> None:
+        """End the connection soon. Idempotent."""
+        if self._transport is not None:
+            self._transport.abort()
 
     async def close(self) -> None:
         """Close the connection; returns when it is closed. Idempotent."""
@@ -187,7 +202,12 @@ class AsyncLink(asyncio.Protocol):
             raise
         if not waiting.answer.done():
             waiting.answer.set_result(answer)
-        elif isinstance(answer, Ready) and answer.lease is not None:
+        else:
+            self._give_back(answer)
+
+    def _give_back(self, answer: Answer) -> None:
+        """End what an answer lent that nobody takes any more."""
+        if isinstance(answer, Ready) and answer.lease is not None:
             self.tell(Release(answer.lease))
         elif isinstance(answer, Lent) and answer.slots:
             self.tell(ReturnSlots(tuple([UnusedSlot(at.offset, at.generation) for at in answer.slots])))
@@ -196,8 +216,7 @@ class AsyncLink(asyncio.Protocol):
         for waiting in self._waiting.values():
             if not waiting.answer.done():
                 waiting.answer.set_exception(error)
-        if self._transport is not None:
-            self._transport.abort()
+        self.abort()
 
 
 def _retrieve(answer: "asyncio.Future[Answer]") -> None:

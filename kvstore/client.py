@@ -12,13 +12,13 @@ import numpy.typing as npt
 
 from kvstore import calls
 from kvstore.arena_link import ArenaCache
-from kvstore.calls import Ask, FetchResult, FetchTally, Plan, PutTally, Session, Step, Tell, TimedOut
+from kvstore.calls import Ask, FetchResult, FetchTally, Plan, PutTally, Session, Step, Tell
 from kvstore.client_state import AWAY, ClientState, ClientStats, Timeouts
-from kvstore.errors import InvalidRequest, ProtocolMismatch, ServerUnavailable
+from kvstore.errors import InvalidRequest, ProtocolMismatch, ServerUnavailable, TimedOut
 from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
 from kvstore.link import Dial, Link, unix_dial
-from kvstore.messages import Answer, Failed, OpenNamespace
+from kvstore.messages import Answer, Failed, FailureCode, OpenNamespace, Request
 from kvstore.results import BlockReport, PrefixMatch, PutResult
 from kvstore.server_address import parse_address
 from kvstore.transfer import Buffer, SlotReader, require_writable, split_buffers
@@ -31,20 +31,33 @@ T = TypeVar("T")
 MAX_LINKS = 16
 """Connections one client holds at most; further threads wait their turn, within their call's time."""
 
+_LOOK_S = 0.001
+"""How often a copy under way looks whether its connection still stands."""
+
 
 class _CallSession:
     """One call on one connection."""
 
-    def __init__(self, link: Link, state: ClientState, deadline_s: float) -> None:
+    def __init__(
+        self, link: Link, state: ClientState, deadline_s: float, namespace: Namespace | None
+    ) -> None:
         self._link = link
+        self._namespace = namespace
         self._state = state
         self._deadline_s = deadline_s
+        self._next_look_s = 0.0
+        self._is_lost = False
 
     def remaining_s(self) -> float:
         return max(0.0, self._deadline_s - time.monotonic())
 
     def is_over(self) -> bool:
-        return time.monotonic() >= self._deadline_s
+        """Whether a copy should stop: time is up, or the connection is lost (seen within 1 ms)."""
+        now_s = time.monotonic()
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + _LOOK_S
+            self._is_lost = self._is_lost or self._link.is_lost
+        return self._is_lost or now_s >= self._deadline_s
 
     def reading_arena(self) -> SlotReader:
         if self._link.arena is None:
@@ -62,11 +75,33 @@ class _CallSession:
     def carry_out(self, step: Step) -> Answer | object:
         """Do what a plan asks for, and return what it gets."""
         if isinstance(step, Ask):
-            return self._link.ask(step.request, self._deadline_s)
+            return self._ask(step.request)
         if isinstance(step, Tell):
             self._link.tell(step.message)
             return None
         return step.run(self.is_over)
+
+    def open_namespace(self) -> None:
+        """Tell the server of the call's namespace, if it has one."""
+        if self._namespace is not None:
+            answer = self._link.ask(OpenNamespace(self._namespace), self._deadline_s)
+            if isinstance(answer, Failed):
+                raise answer.to_error()
+            self._link.opened.add(self._namespace.digest)
+
+    def _ask(self, request: Request) -> Answer:
+        """Ask, once more if the server has forgotten the namespace meanwhile."""
+        answer = self._link.ask(request, self._deadline_s)
+        if self._namespace is not None and _is_forgotten(answer):
+            self.open_namespace()
+            answer = self._link.ask(request, self._deadline_s)
+            if _is_forgotten(answer):
+                raise ServerUnavailable("server: it forgot the namespace again: too many are in use there")
+        return answer
+
+
+def _is_forgotten(answer: Answer) -> bool:
+    return isinstance(answer, Failed) and answer.code is FailureCode.NAMESPACE_NOT_OPEN
 
 
 class _LinkPool:
@@ -132,7 +167,12 @@ class _LinkPool:
                 with self._changed:
                     self._num_links -= 1
                     self._changed.notify()
-        self._state.note_connected(link.welcome.instance)  # pyright: ignore[reportOptionalMemberAccess]
+        assert link is not None
+        if self._is_closed:
+            self._close(link)
+            self._arenas.forget()
+            raise ServerUnavailable("client: it was closed meanwhile")
+        self._state.note_connected(link.welcome.instance)
         return link
 
     def _give_back(self, link: Link) -> None:
@@ -272,7 +312,7 @@ class KVStore:
         """Store the blocks of ``chain``: one payload per block, or one buffer that holds all in a row.
 
         Blocks that are present are not written again. What found no room, or no server, is dropped, and so
-        is a payload whose xxh3-64 is not the one given in ``checksums``.
+        is a payload whose xxh3-64 is not the one given in ``checksums``. ``doubtful`` names those blocks.
         """
         length_bytes = self._state.length_bytes(chain, part)
         views = split_buffers(payloads, length_bytes=length_bytes, count=len(chain), what="payloads")
@@ -382,10 +422,12 @@ class KVStore:
     def check(self, sample_blocks: int = 64, *, timeout_s: float | None = None) -> list[str]:
         """Have the server verify its invariants and a sample of checksums; one line per violation.
 
+        If that takes longer than the call may, a line says that it was cut.
+
         Raises:
             ServerUnavailable: no server answers in time.
         """
-        return self._control(lambda _: calls.check_plan(sample_blocks), timeout_s)
+        return self._control(lambda session: calls.check_plan(session, sample_blocks), timeout_s)
 
     def ping(self, *, timeout_s: float | None = None) -> None:
         """Return if the server answers.
@@ -455,10 +497,16 @@ class KVStore:
     ) -> T:
         try:
             with self._live_pool().lend(deadline_s, is_control=is_control) as link:
-                session = _CallSession(link, self._state, deadline_s)
-                if namespace is not None and namespace not in link.opened:
-                    _open_namespace(link, self._state.namespace(namespace), deadline_s)
-                return _follow(make_plan(session), session)
+                space = None if namespace is None else self._state.namespace(namespace)
+                session = _CallSession(link, self._state, deadline_s, space)
+                try:
+                    if namespace is not None and namespace not in link.opened:
+                        session.open_namespace()
+                    return _follow(make_plan(session), session)
+                except ProtocolMismatch:
+                    # The exchange was whole, but what it said is in doubt, and so is what it lent.
+                    link.close()
+                    raise
         except ProtocolMismatch:
             self._state.note_protocol_error()
             raise
@@ -470,13 +518,6 @@ class KVStore:
             for link in inherited._idle:
                 link.close()
         return self._pool
-
-
-def _open_namespace(link: Link, namespace: Namespace, deadline_s: float) -> None:
-    answer = link.ask(OpenNamespace(namespace), deadline_s)
-    if isinstance(answer, Failed):
-        raise answer.to_error()
-    link.opened.add(namespace.digest)
 
 
 def _follow(plan: Plan[T], session: _CallSession) -> T:

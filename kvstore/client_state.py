@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from kvstore.calls import TimedOut, miss_reason
+from kvstore.calls import miss_reason
 from kvstore.errors import (
     CorruptBlock,
     InvalidConfig,
@@ -15,6 +15,7 @@ from kvstore.errors import (
     ServerUnavailable,
     TierFull,
     TierUnavailable,
+    TimedOut,
 )
 from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part

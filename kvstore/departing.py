@@ -91,14 +91,14 @@ class Departure:
         if not state.lower or state.settings.write_mode is WriteMode.SECOND_HIT:
             await self._mover.flush(timeout_s=timeout_s)
             return 0
-        while True:
-            alone = [entry for entry in state.directory.entries() if self._is_only_on_top(entry)]
-            self._mover.write_through(alone[: state.settings.write_queue_blocks])
-            left_s = deadline_s - state.clock()
-            if not await self._mover.flush(timeout_s=max(0.0, left_s)) or not alone:
-                return len(alone)
-            if len([entry for entry in alone if self._is_only_on_top(entry)]) == len(alone):
-                return len(alone)
+        # One pass: in a tier below that is smaller, the last of them push out the first again.
+        alone = [entry for entry in state.directory.entries() if self._is_only_on_top(entry)]
+        step = state.settings.write_queue_blocks
+        for start in range(0, max(1, len(alone)), step):
+            self._mover.write_through(alone[start : start + step])
+            if not await self._mover.flush(timeout_s=max(0.0, deadline_s - state.clock())):
+                break
+        return sum(self._is_only_on_top(entry) for entry in alone)
 
     def _is_only_on_top(self, entry: BlockEntry) -> bool:
         is_there = entry.is_ready(self._state.top.name) and not entry.shelf.is_stale

@@ -21,6 +21,10 @@ class InvalidRequest(KVStoreError):
     """A request that no state of the store could serve: wrong sizes, unknown namespace, too many keys."""
 
 
+class NamespaceNotOpen(InvalidRequest):
+    """The store does not know the namespace, or has forgotten it because it was empty: open it (again)."""
+
+
 class TierFull(KVStoreError):
     """A tier has no free slot and nothing in it may be evicted."""
 
@@ -35,6 +39,10 @@ class CorruptBlock(KVStoreError):
 
 class ServerUnavailable(KVStoreError):
     """No server answers at the address, or it went away while a control call needed it."""
+
+
+class TimedOut(ServerUnavailable):
+    """The server did not answer within the call's time, or gave a request up at its own limit."""
 
 
 class ProtocolMismatch(KVStoreError):

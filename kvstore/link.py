@@ -13,8 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.arena_link import ArenaCache, MappedArena
-from kvstore.calls import TimedOut
-from kvstore.errors import ProtocolMismatch, ServerUnavailable
+from kvstore.errors import ProtocolMismatch, ServerUnavailable, TimedOut
 from kvstore.keys import NamespaceDigest
 from kvstore.messages import Answer, Failed, Hello, Request, Welcome, decode_answer, encode_message
 from kvstore.wire import Frame, FrameDecoder
@@ -86,6 +85,17 @@ class Link:
         except OSError:
             return False
         return False
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the server has ended the connection. One system call; nothing is taken from the stream."""
+        try:
+            self._sock.settimeout(0)
+            return self._sock.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     @property
     def is_clean(self) -> bool:

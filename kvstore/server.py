@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from kvstore.errors import InvalidConfig, ProtocolMismatch, ServerUnavailable
+from kvstore.late_work import LateWork
 from kvstore.log_limit import LimitedWarning
 from kvstore.manager import BlockManager
 from kvstore.messages import INSTANCE_BYTES, Failed, Hello, Welcome, decode_request, encode_message
@@ -26,6 +27,7 @@ _BACKLOG = 128
 _START_TRIES = 200
 _START_PAUSE_S = 0.01
 _ACCEPT_PAUSE_S = 0.1
+_LATE_S = 2.0
 _PEER = struct.Struct("3i")
 
 
@@ -55,6 +57,7 @@ class StoreServer:
         self._greetings: set[asyncio.Task[None]] = set()
         self._connections: set[Connection] = set()
         self._is_stopping = False
+        self._late_work = LateWork()
         self._malformed = LimitedWarning(logger)
         self._refusals = LimitedWarning(logger)
         self.counters = ServerCounters()
@@ -108,6 +111,7 @@ class StoreServer:
         for connection in list(self._connections):
             connection.abort()
         await asyncio.sleep(0)
+        await self._late_work.close(patience_s=_LATE_S)
 
     def _unlisten(self) -> None:
         bound, self._bound = self._bound, None
@@ -164,6 +168,7 @@ class StoreServer:
             decoder,
             counters=self.counters,
             malformed=self._malformed,
+            late_work=self._late_work,
             on_end=self._connections.discard,
         )
         self._connections.add(connection)

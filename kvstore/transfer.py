@@ -1,7 +1,8 @@
 """Moving payload bytes between arena slots and a caller's buffers, checksum in the same pass.
 
 Everything here blocks for the time of the copies and releases the GIL while it copies; it may run on any
-thread. ``should_stop`` is asked before each block, so that an abandoned transfer ends within one block.
+thread. ``should_stop`` is asked before each block that is read and each 512 KiB that are written, so that an
+abandoned transfer ends soon: one whose connection is lost writes into slots that are not its own any more.
 """
 
 import enum
@@ -12,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.checksum import copy_with_checksum
+from kvstore.checksum import copy_with_checksum, copy_with_source_checksum
 from kvstore.errors import InvalidRequest
 from kvstore.messages import LentSlot, ReadySlot, WrittenSlot
 
@@ -124,18 +125,26 @@ def write_slots(
 ) -> list[WrittenSlot]:
     """Copy payloads into lent slots; returns the leading ones, which may be committed.
 
-    A slot whose generation changed is left alone: it is no longer ours. ``expected`` are the payloads'
-    xxh3-64 as their owner knows them; one that arrived otherwise is not to be stored.
+    A slot whose generation changed is left alone: it is no longer ours. The checksum is the payload's own,
+    not that of the bytes in the slot, so what a stale writer stores there meanwhile is found by every reader.
+    ``expected`` are the payloads' xxh3-64 as their owner knows them; one with another is not to be stored.
     """
     written: list[WrittenSlot] = []
     for index, (slot, payload) in enumerate(zip(slots, payloads, strict=True)):
-        if should_stop() or arena.generation(slot.offset) != slot.generation:
-            break
-        digest = copy_with_checksum(arena.slot(slot.offset, len(payload)), payload)
-        if expected is not None and expected[index] != digest:
+        digest = _write_slot(arena, slot, payload, should_stop)
+        if digest is None or (expected is not None and expected[index] != digest):
             break
         written.append(WrittenSlot(slot.position, slot.offset, slot.generation, digest))
     return written
+
+
+def _write_slot(
+    arena: SlotReader, slot: LentSlot, payload: Bytes, should_stop: Callable[[], bool]
+) -> int | None:
+    def may_go_on() -> bool:
+        return not should_stop() and arena.generation(slot.offset) == slot.generation
+
+    return copy_with_source_checksum(arena.slot(slot.offset, len(payload)), payload, may_go_on=may_go_on)
 
 
 def _tensor_view(tensor: Any, what: str) -> Bytes:  # Any: a torch.Tensor, seen without importing torch

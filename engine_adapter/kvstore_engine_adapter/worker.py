@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from kvstore.outlasting import outlast
 from kvstore.tier import Slot
 from kvstore_engine_adapter.llama import LlamaModel
 from kvstore_engine_adapter.page_pool import PagePool
@@ -35,17 +36,7 @@ class ForwardWorker:
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """Run ``work`` in the thread. If cancelled, wait for the end of the work, then raise."""
-        future = asyncio.get_running_loop().run_in_executor(self._executor, work)
-        is_cancelled = False
-        while not future.done():
-            try:
-                await asyncio.wait([future])
-            except asyncio.CancelledError:
-                is_cancelled = True
-        if is_cancelled:
-            future.exception()  # seen: whoever wanted the result is gone
-            raise asyncio.CancelledError
-        return future.result()
+        return await outlast(asyncio.get_running_loop().run_in_executor(self._executor, work))
 
     async def prepare(self, spare: Sequence[Slot]) -> float:
         """Find the exact row counts; return the seconds that prefill takes per token, using spare pages."""

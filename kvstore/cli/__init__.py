@@ -40,6 +40,7 @@ COMMANDS = (
     Command("config", "kvstore.cli.config_command", "check a configuration file and show what is in force"),
     Command("engine", "kvstore.cli.engine", "run an inference replica over a store"),
     Command("demo", "kvstore.cli.demo", "run two nodes with a real model and check every tier"),
+    Command("drill", "kvstore.cli.drill_command", "inject faults into real parts and check every promise"),
     Command("version", "kvstore.cli.version_command", "show the version"),
 )
 

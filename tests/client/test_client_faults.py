@@ -1,8 +1,10 @@
 """Clients when their server is absent, dies, restarts, freezes or lies, and servers whose clients die."""
 
+import asyncio
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from kvstore import AsyncKVStore, KVStore, MissReason, Namespace, PrefixChain, PutResult, Timeouts
+from kvstore import checksum as checksum_module
 from kvstore.arena_link import ArenaCache
 from kvstore.errors import InvalidRequest, ServerUnavailable
 from kvstore.link import Link, unix_dial
@@ -54,7 +57,7 @@ async def test_without_a_server_the_data_path_misses_and_control_calls_say_so(
 
     assert (found.blocks, found.reason) == (0, MissReason.UNAVAILABLE)
     assert (fetched.blocks, fetched.reason) == (0, MissReason.UNAVAILABLE)
-    assert await face.put(chain, payloads) == PutResult(0, 0, 8)
+    assert await face.put(chain, payloads) == PutResult(0, 0, 8, doubtful=tuple(range(8)))
     assert await face.prefetch(chain) == 0
     assert await face.get(chain) == []
     with pytest.raises(ServerUnavailable, match="is it running"):
@@ -127,6 +130,44 @@ async def test_a_late_lease_is_given_back(
     while dropped < 8:
         dropped += await face.drop(chain)
     assert (await face.stats())["live_leases"] == 0
+
+
+@pytest.mark.parametrize("verb", ["put", "fetch_into"])
+async def test_a_copy_under_way_stops_when_the_connection_is_lost(
+    face: Face,
+    store: StoreProcess,
+    chain: PrefixChain,
+    payloads: Payloads,
+    verb: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if verb == "fetch_into":
+        await face.put(chain, payloads)
+    copied: list[int] = []
+    began, may_go_on = threading.Event(), threading.Event()
+
+    def copyto(target: Payloads, source: Payloads) -> None:
+        target[:] = source
+        copied.append(len(target))
+        began.set()
+        assert may_go_on.wait(30)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checksum_module.np, "copyto", copyto)
+        call = asyncio.ensure_future(getattr(face, verb)(chain, payloads))
+        await asyncio.to_thread(began.wait, 30)
+        store.kill()
+        if isinstance(face, AsyncKVStore):
+            while face._link is not None and not face._link.is_lost:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        may_go_on.set()
+        result = await call
+
+    assert copied == [64 << 10]
+    if verb == "put":
+        assert result == PutResult(0, 0, 8, doubtful=tuple(range(8)))
+    else:
+        assert (result.blocks, result.reason) == (1, MissReason.UNAVAILABLE)
 
 
 @pytest.mark.parametrize("what", ["lease", "slots"])

@@ -3,9 +3,8 @@
 import pytest
 
 from kvstore import KVLayout, MissReason, Namespace, Part, Timeouts
-from kvstore.calls import TimedOut
 from kvstore.client_state import ClientState
-from kvstore.errors import InvalidConfig, InvalidLayout, InvalidRequest, ServerUnavailable
+from kvstore.errors import InvalidConfig, InvalidLayout, InvalidRequest, ServerUnavailable, TimedOut
 from kvstore.keys import PrefixChain
 
 NAMESPACE = Namespace("tiny", KVLayout.opaque(block_bytes=64, block_tokens=4))

@@ -5,7 +5,8 @@ from itertools import count
 import numpy as np
 import pytest
 
-from kvstore.checksum import checksum
+from kvstore import checksum as checksum_module
+from kvstore.checksum import STEP_BYTES, checksum
 from kvstore.errors import InvalidRequest
 from kvstore.messages import LentSlot, ReadySlot
 from kvstore.transfer import ReadEnd, byte_view, read_slots, write_slots
@@ -76,6 +77,52 @@ def test_writing_stops_before_the_next_block_when_told() -> None:
     arena = FakeArena()
 
     assert write_slots(arena, [LentSlot(0, 0, 1)], [np.zeros(8, np.uint8)], lambda: True) == []
+
+
+def test_a_stale_writers_late_store_gets_no_valid_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = FakeArena()
+    copy = np.copyto
+
+    def copy_and_be_overwritten(target, source):
+        copy(target, source)
+        target[:4] = 0xAA
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checksum_module.np, "copyto", copy_and_be_overwritten)
+        (written,) = write_slots(arena, [LentSlot(0, 0, 1)], [np.full(8, 9, np.uint8)], _never)
+    stored = ReadySlot(0, 1, written.checksum)
+
+    assert written.checksum == checksum(np.full(8, 9, np.uint8))
+    assert read_slots(arena, [stored], [np.zeros(8, np.uint8)], _never) == (0, ReadEnd.DAMAGED)
+
+
+class WideArena(FakeArena):
+    """One slot of 4 MiB; it changes hands when its generation is looked at for the third time."""
+
+    def __init__(self) -> None:
+        self.memory = bytearray(4 << 20)
+        self.looked = count(1)
+
+    def generation(self, offset: int) -> int:
+        return 1 if next(self.looked) < 3 else 2
+
+
+def test_writing_stops_inside_a_block_that_changes_hands() -> None:
+    arena = WideArena()
+
+    assert write_slots(arena, [LentSlot(0, 0, 1)], [np.full(4 << 20, 9, np.uint8)], _never) == []
+    assert arena.memory.count(9) == 2 * STEP_BYTES
+
+
+def test_writing_stops_inside_a_block_when_told() -> None:
+    asked = count()
+    arena = WideArena()
+
+    assert (
+        write_slots(arena, [LentSlot(0, 0, 1)], [np.full(4 << 20, 9, np.uint8)], lambda: next(asked) == 1)
+        == []
+    )
+    assert arena.memory.count(9) == STEP_BYTES
 
 
 @pytest.mark.parametrize("buffer", [3, None, "text", np.zeros((4, 4), np.uint8).T, [1, 2]])

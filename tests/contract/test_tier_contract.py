@@ -14,6 +14,7 @@ from kvstore.testing import FaultyTier, MemoryTier
 from kvstore.tier import ReadRequest, ReadStatus, Tier, WriteRequest, WriteStatus
 from kvstore_tiers.remote import RemoteTier
 from kvstore_tiers.ssd import SsdTier
+from kvstore_tiers.ssd_array import SsdArray
 from tests.redis_cluster import RedisCluster
 from tests.redis_server import RedisServer
 from tests.tiers.blocks import LAYOUT, aligned, block_id, header, payload, to_read, to_write
@@ -42,6 +43,9 @@ MAKERS: dict[str, Maker] = {
     "memory": lambda _path, _get: MemoryTier(capacity_bytes=CAPACITY),
     "faulty without faults": lambda _path, _get: FaultyTier(MemoryTier(capacity_bytes=CAPACITY)),
     "ssd": lambda path, _get: SsdTier(path / "ssd", capacity_bytes=CAPACITY),
+    "ssd of two folders": lambda path, _get: SsdArray(
+        [SsdTier(path / name, capacity_bytes=CAPACITY // 2) for name in ("a", "b")]
+    ),
     "remote": lambda path, get: RemoteTier(get("redis").url, key_prefix=str(path), timeout_s=5),
     "remote cluster": lambda path, get: RemoteTier(get("cluster").url, key_prefix=str(path), timeout_s=5),
 }

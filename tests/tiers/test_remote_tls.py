@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.drill.store_process import PartFailed
 from kvstore.errors import TierUnavailable
 from kvstore.tier import ReadStatus, WriteStatus
 from kvstore_tiers.remote import RemoteTier
@@ -146,7 +147,7 @@ def tls_options(authority: Authority, ours: Certificate, port: int) -> tuple[str
 def start_or_skip(start: Callable[[], object]) -> None:
     try:
         start()
-    except AssertionError as refusal:
+    except PartFailed as refusal:
         if "TLS support" not in str(refusal):
             raise
         pytest.skip(f"{find_binary()} was built without TLS")

@@ -1,0 +1,195 @@
+"""The drill: each kind of fault in turn, within a time, from a seed, and what came of it."""
+
+import contextlib
+import logging
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvstore.drill.fault import Fault
+from kvstore.drill.ledger import KindReport, Ledger
+from kvstore.drill.redis_server import RedisServer, find_binary
+from kvstore.drill.stage import Stage, own_descriptors
+from kvstore.drill.store_process import PartFailed, StoreSettings
+from kvstore.errors import KVStoreError
+
+_log = logging.getLogger(__name__)
+
+_DESCRIPTORS_ROOM = 4
+_STARTS_MAX = 5
+_GRACE = 1.25
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class DrillSettings:
+    """How long the drill may take, the seed of every random choice, and which faults to try."""
+
+    faults: Sequence[Fault]
+    seconds: float = 120.0
+    seed: int = 0
+    keep: bool = False
+
+
+@dataclass(slots=True)
+class DrillReport:
+    """What came of a drill, by kind of fault."""
+
+    seed: int
+    seconds: float = 0.0
+    faults: dict[str, KindReport] = field(default_factory=dict)
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether every kind was tried without a violation, or skipped for a reason."""
+        return bool(self.faults) and all(report.is_ok for report in self.faults.values())
+
+    def as_dict(self) -> dict[str, object]:
+        """Return a JSON-ready copy."""
+        kinds = self.faults.values()
+        return {
+            "ok": self.is_ok,
+            "seed": self.seed,
+            "seconds": round(self.seconds, 3),
+            "tries": sum(kind.tries for kind in kinds),
+            "wrong_bytes": sum(kind.wrong_bytes for kind in kinds),
+            "lost_durable": sum(kind.lost for kind in kinds),
+            "over_deadline": sum(kind.over_deadline for kind in kinds),
+            "violations": sum(kind.violations for kind in kinds),
+            "faults": {name: kind.as_dict() for name, kind in self.faults.items()},
+        }
+
+
+def run_drill(settings: DrillSettings, say: Say) -> DrillReport:
+    """Try every fault; progress and violations go to ``say``. Ends all it starts.
+
+    The time left is divided among the kinds left, and each is tried at least once. Should that take a
+    quarter longer than the time given, the rest is skipped.
+    """
+    report = DrillReport(settings.seed)
+    started_s = time.monotonic()
+    with _folder(settings.keep, say) as folder:
+        for index, fault in enumerate(settings.faults):
+            took_s = time.monotonic() - started_s
+            if took_s > _GRACE * settings.seconds:
+                report.faults[fault.name] = KindReport(skipped=f"no time left: give more than {took_s:.0f} s")
+                continue
+            share_s = (settings.seconds - took_s) / (len(settings.faults) - index)
+            kind = _Kind(fault, settings.seed, folder / fault.name, say)
+            report.faults[fault.name] = kind.run(share_s)
+    report.seconds = time.monotonic() - started_s
+    return report
+
+
+class _Kind:
+    """The tries of one kind of fault."""
+
+    def __init__(self, fault: Fault, seed: int, folder: Path, say: Say) -> None:
+        self._fault = fault
+        self._seed = seed
+        self._folder = folder
+        self._say = say
+        self._ledger = Ledger(self._complain)
+
+    def run(self, share_s: float) -> KindReport:
+        """Try it until its share of the time is over; one try that cannot go on does not end the others."""
+        fault, ledger = self._fault, self._ledger
+        reason = fault.obstacle() or (_redis_obstacle() if fault.needs_redis else "")
+        if reason:
+            ledger.report.skipped = reason
+            self._say(f"{fault.name}: skipped: {reason}")
+            return ledger.report
+        started_s, descriptors = time.monotonic(), own_descriptors()
+        for start in range(_STARTS_MAX):
+            if self._try_until(started_s + share_s, self._folder / str(start)):
+                break
+        left_open = own_descriptors() - descriptors
+        if left_open > _DESCRIPTORS_ROOM:
+            ledger.note_violation(f"{left_open} descriptors are left open in the client's process")
+        if fault.effect and not ledger.report.effects.get(fault.effect):
+            ledger.note_violation(f"the fault did nothing: {fault.effect} is 0")
+        ledger.report.seconds = time.monotonic() - started_s
+        self._say_result()
+        return ledger.report
+
+    def _try_until(self, until_s: float, folder: Path) -> bool:
+        """Return False if it must begin anew, with parts that are not spoilt."""
+        fault, report = self._fault, self._ledger.report
+        try:
+            with _stage(fault, self._seed, self._ledger, folder) as stage:
+                stage.rng.seed(f"{self._seed}/{fault.name}/setup")
+                fault.setup(stage)
+                stage.note_base()
+                while not report.tries or time.monotonic() < until_s:
+                    report.tries += 1
+                    stage.rng.seed(f"{self._seed}/{fault.name}/{report.tries}")
+                    fault.inject(stage)
+                    fault.verify(stage)
+                stage.verify_footprint()
+        except (KVStoreError, OSError) as error:
+            self._ledger.note_violation(f"the try could not go on: {error}")
+        except Exception as error:
+            _log.exception("%s: the try failed", fault.name)
+            self._ledger.note_violation(f"the try could not go on: {type(error).__name__}: {error}")
+        else:
+            return True
+        return time.monotonic() >= until_s
+
+    def _complain(self, line: str) -> None:
+        self._say(f"{self._fault.name}: VIOLATION in try {self._ledger.report.tries}: {line}")
+
+    def _say_result(self) -> None:
+        name, report = self._fault.name, self._ledger.report
+        self._say(
+            f"{name}: {report.tries} tries, {report.calls} calls, {report.blocks_served} blocks served,"
+            f" {report.wrong_bytes} wrong bytes, {report.lost} lost, {report.over_deadline} over deadline,"
+            f" {report.violations} violations, {report.seconds:.1f} s"
+        )
+        if not report.is_ok:
+            self._say(f"{name}: repeat with: kvstore drill --seed {self._seed} --fault {name}")
+
+
+@contextlib.contextmanager
+def _stage(fault: Fault, seed: int, ledger: Ledger, folder: Path) -> Iterator[Stage]:
+    folder.mkdir(parents=True)
+    redis = RedisServer(folder / "redis") if fault.needs_redis else None
+    settings = StoreSettings(
+        dram_bytes=fault.dram_bytes,
+        lease_s=fault.lease_s,
+        ssd_bytes=fault.ssd_bytes,
+        ssd_folder=folder / "ssd",
+        redis_url=redis.url if redis is not None else "",
+    )
+    stage = Stage(folder, settings, ledger, rng=random.Random(seed), redis=redis)  # noqa: S311 (a schedule)
+    try:
+        if redis is not None:
+            redis.start()
+        yield stage
+    finally:
+        fault.teardown(stage)
+        stage.close()
+        if redis is not None:
+            redis.stop()
+
+
+@contextlib.contextmanager
+def _folder(keep: bool, say: Say) -> Iterator[Path]:
+    if keep:
+        folder = Path(tempfile.mkdtemp(prefix="kvdrill-"))
+        say(f"folders and logs stay in {folder}")
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="kvdrill-", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+def _redis_obstacle() -> str:
+    try:
+        find_binary()
+    except PartFailed as error:
+        return str(error)
+    return ""

@@ -1,0 +1,45 @@
+"""Fault: one kind of fault, and how a try of it goes."""
+
+import abc
+from typing import ClassVar
+
+from kvstore.drill.stage import Stage
+from kvstore.drill.store_process import MIB
+
+
+class Fault(abc.ABC):
+    """One kind of fault.
+
+    ``setup`` runs once per visit; then each try is ``inject``, which ends with the fault over, and
+    ``verify``. Every random choice comes from ``stage.rng``, which is seeded anew for each try.
+    """
+
+    name: ClassVar[str]
+    description: ClassVar[str]
+    effect: ClassVar[str] = ""
+    """Name of the count that shows that the fault did something; zero after all tries is a violation."""
+    needs_redis: ClassVar[bool] = False
+    dram_bytes: ClassVar[int] = 2 * MIB
+    ssd_bytes: ClassVar[int] = 16 * MIB
+    lease_s: ClassVar[float] = 30.0
+
+    def obstacle(self) -> str:
+        """Return why the fault cannot be tried on this machine; empty if it can."""
+        return ""
+
+    def setup(self, stage: Stage) -> None:
+        """Start what a try works on."""
+        stage.store.start()
+        stage.fill_durable()
+        stage.verify()
+
+    @abc.abstractmethod
+    def inject(self, stage: Stage) -> None:
+        """Let the fault happen, use the store meanwhile, and end the fault."""
+
+    def verify(self, stage: Stage) -> None:
+        """Check every promise."""
+        stage.verify()
+
+    def teardown(self, stage: Stage) -> None:  # noqa: B027 (most kinds need none)
+        """End what ``setup`` started beside the store. Called also when ``setup`` failed."""
