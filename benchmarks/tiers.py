@@ -1,8 +1,8 @@
 """Put and fetch of each tier beside its raw medium: GB/s, p99 and CPU, medians of interleaved rounds.
 
 dram     copy with checksum into and out of arena slots, beside np.copyto (memcpy) of the same memory
-ssd      SsdTier.write (durable, four calls at a time) and .read (verified), beside O_DIRECT writes with
-         fdatasync and reads of the same sizes by as many threads
+ssd      SsdTier.write (durable, 128 MiB in four calls at a time) and .read (verified), beside O_DIRECT
+         writes with fdatasync and reads of the same sizes by as many threads
 remote   RemoteTier.write and .read (verified), beside SET and GET over as many plain sockets to the server
 
 p99_ms is of one call with ``batch_blocks`` blocks; cpu_s_per_gb is of this process, all threads.
@@ -33,6 +33,7 @@ from kvstore_tiers.ssd import SsdTier
 
 BLOCK_BYTES = [64 << 10, 360 << 10, 2 << 20, 8 << 20]
 BATCH_BYTES = 32 << 20
+SSD_BATCH_BYTES = 128 << 20
 DRAM_SET_BYTES = 64 << 20
 DRAM_CALL_BYTES = 2 << 20
 DRAM_ROUNDS = 8
@@ -238,7 +239,8 @@ async def run(folder: Path, tiers: Sequence[str], rounds: int) -> list[dict[str,
             if "dram" in tiers:
                 found += await measure_dram(block_bytes, rounds)
             if "ssd" in tiers:
-                found += await measure_ssd(folder, block_bytes, batch, rounds)
+                ssd_batch = SSD_BATCH_BYTES // block_bytes
+                found += await measure_ssd(folder, block_bytes, ssd_batch, max(3, rounds // 2))
             if redis is not None:
                 found += await measure_remote(redis, block_bytes, batch, rounds)
             for row in found:

@@ -57,9 +57,7 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
         lower,
         settings=settings,
         new_policy=new_policy,
-        epoch_file=None
-        if config.ssd is None
-        else EpochFile([folder / "epochs" for folder in config.ssd.folders]),
+        epoch_file=EpochFile([folder / "epochs" for folder in folders]) if folders else None,
         clock=clock,
     )
     return Store(manager, dram)

@@ -8,10 +8,10 @@ them.
 
 import enum
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, NewType, Protocol, runtime_checkable
+from typing import NamedTuple, NewType, Protocol
 
 from kvstore.checksum import checksum
 from kvstore.errors import CorruptBlock, InvalidLayout
@@ -265,20 +265,6 @@ class Tier(Protocol):
 
     def has_room(self, length_bytes: int, count: int = 1) -> bool:
         """Return whether ``count`` more copies of that length fit now without a drop."""
-
-
-@runtime_checkable
-class SharesEpochs(Protocol):
-    """A shared tier that also holds the epochs of models, for all nodes that reach it."""
-
-    def health(self) -> TierHealth:
-        """Return whether it is worth asking now."""
-
-    async def exchange_epochs(self, epochs: Mapping[str, int], *, deadline_s: float) -> dict[str, int]:
-        """Raise the stored epoch of each model to the one given; return what is stored then.
-
-        A fault is no error: models that could not be asked for are left out.
-        """
 
 
 Slot = NewType("Slot", int)

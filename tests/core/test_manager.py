@@ -597,3 +597,27 @@ async def test_the_store_stays_below_its_high_water_mark():
             await asyncio.sleep(0)
 
         assert store.dram.used_bytes <= 8 * BLOCK_BYTES
+
+
+async def test_tiers_below_are_told_of_uses_the_latest_last():
+    disk = TouchedTier("ssd")
+    async with running(disk) as store:
+        first, second = SPACE.chain(range(8)), SPACE.chain(range(50, 58))
+        await store.put(first)
+        await store.put(second)
+        await store.manager.flush(timeout_s=5)
+        for chain in (first, second, first):
+            await store.fetch(chain)
+
+        await store.manager._uses.tell()
+
+        assert [block.key for block in disk.touched] == [*second.keys[::-1], *first.keys[::-1]]
+
+
+class TouchedTier(GatedTier):
+    def __init__(self, name):
+        super().__init__(name)
+        self.touched = []
+
+    async def touch(self, blocks):
+        self.touched += blocks

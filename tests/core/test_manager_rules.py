@@ -337,3 +337,40 @@ def test_one_sound_epoch_file_is_enough(tmp_path):
     one.write_bytes(b"damage")
 
     assert EpochFile([one, other]).read() == {"m": 3}
+
+
+async def test_an_epoch_ended_on_one_node_ends_on_another_that_shares_a_remote_tier():
+    remote = GatedTier("remote", is_shared=True)
+    async with running(remote) as one, running(remote) as other:
+        chain = SPACE.chain(range(20))
+        await other.put(chain)
+
+        await one.manager.advance_epoch("m")
+        await other.manager._epochs._follow()
+
+        assert other.manager.epoch("m") == 1
+        assert await other.fetch(chain) == ([], MissReason.OTHER_EPOCH)
+
+
+async def test_an_epoch_a_remote_tier_forgot_is_told_to_it_again():
+    remote = GatedTier("remote", is_shared=True)
+    async with running(remote) as store:
+        await store.manager.advance_epoch("m")
+        remote.stored.clear()
+
+        await store.manager._epochs._follow()
+
+        assert len(remote.stored) == 1
+
+
+async def test_a_remote_tier_that_is_behind_does_not_lower_an_epoch():
+    remote = GatedTier("remote", is_shared=True)
+    async with running(remote) as behind:
+        await behind.manager.advance_epoch("m")
+    async with running(remote) as store:
+        for _ in range(3):
+            store.manager._state.directory.raise_epoch("m", 3)
+
+        await store.manager._epochs._follow()
+
+        assert store.manager.epoch("m") == 3

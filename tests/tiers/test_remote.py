@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 from kvstore.errors import InvalidConfig
 from kvstore.tier import HEADER_BYTES, ReadStatus, WriteStatus
 from kvstore_tiers.remote import RemoteTier
-from kvstore_tiers.resp_address import RespAddress
-from tests.redis_server import RedisServer
+from kvstore_tiers.resp import RespConnection, RespFault
+from kvstore_tiers.resp_address import AddressLookup, RespAddress, SocketAddress
+from tests.redis_server import RedisServer, free_port
 from tests.tiers.blocks import block_id
 from tests.tiers.remote_calls import LENGTH, NAMES, opened, put, statuses, until, until_healed, within
 from tests.tiers.reply_proxy import Mangle, ReplyProxy
@@ -362,6 +364,28 @@ def test_a_url_may_hold_everything() -> None:
     address = RespAddress.parse("rediss://us%40er:p%3Aw@[::1]:7000/5")
     assert address == RespAddress("::1", 7000, "", 5, is_tls=True, user="us@er", password="p:w")
     assert str(address) == "rediss://[::1]:7000/5"
+
+
+def test_every_address_of_a_name_is_tried(redis: RedisServer) -> None:
+    class TwoAddresses(AddressLookup):
+        def find(self, timeout_s: float) -> list[SocketAddress]:
+            return [(socket.AF_INET, ("127.0.0.1", free_port())), *super().find(timeout_s)]
+
+    address = RespAddress.parse(redis.url)
+    connection = RespConnection.connect(
+        address, TwoAddresses(address), timeout_s=1, deadline_s=within(1), clock=time.monotonic
+    )
+    assert connection.is_quiet()
+    connection.close()
+
+
+@pytest.mark.parametrize("host", ["a" * 70, "x..y", "nul\0"])
+def test_a_host_that_no_resolver_takes_is_a_fault(host: str) -> None:
+    address = RespAddress.parse("redis://h").at(host, 6379)
+    lookup = AddressLookup(address)
+    with pytest.raises(RespFault, match="cannot connect"):
+        RespConnection.connect(address, lookup, timeout_s=5, deadline_s=within(5), clock=time.monotonic)
+    lookup.close()
 
 
 async def test_a_name_that_does_not_resolve_is_a_fault_in_time() -> None:

@@ -20,7 +20,7 @@ from tests.tiers.unruly_stream import FAULTS, UnrulyStream
 LENGTH = 3000
 BATCH = 10
 DEADLINE_S = 0.1
-SLACK_S = 0.25
+SLACK_S = 1.0
 """How late a call may end on a busy machine; the threads it waits for are given the deadline itself."""
 
 

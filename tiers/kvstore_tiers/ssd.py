@@ -103,7 +103,7 @@ class SsdTier:
         io_threads: int = 4,
         write_budget_bytes_per_day: int = 0,
         check_timeout_s: float = 60.0,
-        close_timeout_s: float = 5.0,
+        close_timeout_s: float = 3.0,
         renew_interval_s: float = 10.0,
         name: str = "ssd",
         clock: Callable[[], float] = time.monotonic,

@@ -28,6 +28,7 @@ from kvstore.tier import (
     ReadOutcome,
     ReadRequest,
     ReadStatus,
+    StorageKey,
     TierHealth,
     WriteRequest,
     WriteStatus,
@@ -220,7 +221,12 @@ class SsdArray:
         usable = self._usable()
         free = {disk: disk.capacity_bytes - disk.used_bytes for disk in usable}
         places: list[SsdTier | None] = []
+        placed: dict[StorageKey, SsdTier | None] = {}
         for request in requests:
+            name = request.header.block.storage_key
+            if name in placed:
+                places.append(placed[name])
+                continue
             holder = self._holder(request.header.block)
             if holder not in free:
                 length = request.header.length_bytes
@@ -228,6 +234,7 @@ class SsdArray:
                 holder = max(fitting or usable, key=free.__getitem__, default=None)
                 if holder is not None:
                     free[holder] -= padded(length)
+            placed[name] = holder
             places.append(holder)
         return places
 
