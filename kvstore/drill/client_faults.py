@@ -141,7 +141,7 @@ class StaleWriterScribbles(_FrozenClient):
             stage.ledger.note_violation(f"a writer stored {said['stored']} blocks after its time")
         for durable in stage.journal.durable_chains():
             stage.get(durable)
-        _drop_damaged(stage)
+        stage.drop_damaged()
         stage.ledger.note_effect(self.effect, stage.count_corrupt() - before)
 
 
@@ -149,6 +149,7 @@ class SlotScribbled(Fault):
     """See the description."""
 
     name = "slot_scribbled"
+    weight = 3.0
     description = (
         "a misbehaving client writes into arena slots of stored blocks: the blocks are misses or re-read"
     )
@@ -176,7 +177,7 @@ class SlotScribbled(Fault):
         stage.get(chain)
         # What was scribbled on while it was written below is damaged there too.
         stage.client.flush()
-        _drop_damaged(stage)
+        stage.drop_damaged()
         stage.client.drop(chain)
 
 
@@ -184,6 +185,7 @@ class MalformedFrames(Fault):
     """See the description."""
 
     name = "malformed_frames"
+    weight = 3.0
     description = (
         "noise, cut, oversized and altered frames on the socket: those connections end, others do not"
     )
@@ -237,6 +239,7 @@ class WritersOfOneKey(Fault):
     """See the description."""
 
     name = "writers_of_one_key"
+    weight = 3.0
     description = (
         "many clients put the same blocks at once while others read them: one whole value, or a miss"
     )
@@ -264,6 +267,7 @@ class ReadersOfColdBlock(Fault):
     """See the description."""
 
     name = "readers_of_cold_block"
+    weight = 3.0
     description = (
         "thirty-two clients ask at once for blocks that are only on ssd: each is read from disk once"
     )
@@ -316,11 +320,6 @@ def _dram_bytes(stage: Stage) -> int:
     return int(stage.stats()["tiers"]["dram"]["used_bytes"])
 
 
-def _drop_damaged(stage: Stage) -> None:
-    """Have the store look at everything it holds, so that injected damage is dropped before the checks."""
-    stage.client.check(sample_blocks=4096)
-
-
 def _run_all(threads: list[threading.Thread]) -> None:
     for thread in threads:
         thread.start()
@@ -333,12 +332,12 @@ def client_faults() -> tuple[Fault, ...]:
     return (
         ClientKilledWithLease(),
         ClientKilledWhileWriting(),
-        ReaderFrozenPastLease(),
-        WriterFrozenPastLease(),
-        StaleWriterScribbles(),
         SlotScribbled(),
         MalformedFrames(),
         WritersOfOneKey(),
         ReadersOfColdBlock(),
         ForkInHost(),
+        ReaderFrozenPastLease(),
+        WriterFrozenPastLease(),
+        StaleWriterScribbles(),
     )

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,9 +10,10 @@ from pathlib import Path
 
 from kvstore.drill.fault import Fault
 from kvstore.drill.ledger import KindReport, Ledger
-from kvstore.drill.redis_server import RedisServer, find_binary
+from kvstore.drill.redis_server import find_binary
 from kvstore.drill.stage import Stage, own_descriptors
-from kvstore.drill.store_process import PartFailed, StoreSettings
+from kvstore.drill.stages import Stages
+from kvstore.drill.store_process import PartFailed
 from kvstore.errors import KVStoreError
 
 _log = logging.getLogger(__name__)
@@ -72,14 +72,15 @@ def run_drill(settings: DrillSettings, say: Say) -> DrillReport:
     """
     report = DrillReport(settings.seed)
     started_s = time.monotonic()
-    with _folder(settings.keep, say) as folder:
+    with _folder(settings.keep, say) as folder, Stages(folder) as stages:
         for index, fault in enumerate(settings.faults):
             took_s = time.monotonic() - started_s
             if took_s > _GRACE * settings.seconds:
                 report.faults[fault.name] = KindReport(skipped=f"no time left: give more than {took_s:.0f} s")
                 continue
-            share_s = (settings.seconds - took_s) / (len(settings.faults) - index)
-            kind = _Kind(fault, settings.seed, folder / fault.name, say)
+            left = sum(other.weight for other in settings.faults[index:])
+            share_s = (settings.seconds - took_s) * fault.weight / left
+            kind = _Kind(fault, settings.seed, stages, say)
             report.faults[fault.name] = kind.run(share_s)
     report.seconds = time.monotonic() - started_s
     return report
@@ -88,10 +89,10 @@ def run_drill(settings: DrillSettings, say: Say) -> DrillReport:
 class _Kind:
     """The tries of one kind of fault."""
 
-    def __init__(self, fault: Fault, seed: int, folder: Path, say: Say) -> None:
+    def __init__(self, fault: Fault, seed: int, stages: Stages, say: Say) -> None:
         self._fault = fault
         self._seed = seed
-        self._folder = folder
+        self._stages = stages
         self._say = say
         self._ledger = Ledger(self._complain)
 
@@ -104,8 +105,8 @@ class _Kind:
             self._say(f"{fault.name}: skipped: {reason}")
             return ledger.report
         started_s, descriptors = time.monotonic(), own_descriptors()
-        for start in range(_STARTS_MAX):
-            if self._try_until(started_s + share_s, self._folder / str(start)):
+        for _ in range(_STARTS_MAX):
+            if self._try_until(started_s + share_s):
                 break
         left_open = own_descriptors() - descriptors
         if left_open > _DESCRIPTORS_ROOM:
@@ -116,28 +117,36 @@ class _Kind:
         self._say_result()
         return ledger.report
 
-    def _try_until(self, until_s: float, folder: Path) -> bool:
+    def _try_until(self, until_s: float) -> bool:
         """Return False if it must begin anew, with parts that are not spoilt."""
         fault, report = self._fault, self._ledger.report
+        stage: Stage | None = None
+        has_ended = False
         try:
-            with _stage(fault, self._seed, self._ledger, folder) as stage:
-                stage.rng.seed(f"{self._seed}/{fault.name}/setup")
-                fault.setup(stage)
-                stage.note_base()
-                while not report.tries or time.monotonic() < until_s:
-                    report.tries += 1
-                    stage.rng.seed(f"{self._seed}/{fault.name}/{report.tries}")
-                    fault.inject(stage)
-                    fault.verify(stage)
-                stage.verify_footprint()
+            stage = self._stages.lend(fault, self._ledger)
+            self._try_on(stage, until_s)
+            has_ended = True
         except (KVStoreError, OSError) as error:
             self._ledger.note_violation(f"the try could not go on: {error}")
         except Exception as error:
             _log.exception("%s: the try failed", fault.name)
             self._ledger.note_violation(f"the try could not go on: {type(error).__name__}: {error}")
-        else:
-            return True
-        return time.monotonic() >= until_s
+        finally:
+            if stage is not None:
+                self._stages.give_back(fault, stage, is_sound=has_ended and report.is_ok)
+        return has_ended or time.monotonic() >= until_s
+
+    def _try_on(self, stage: Stage, until_s: float) -> None:
+        fault, report = self._fault, self._ledger.report
+        stage.rng.seed(f"{self._seed}/{fault.name}/setup")
+        fault.setup(stage)
+        stage.note_base()
+        while not report.tries or time.monotonic() < until_s:
+            report.tries += 1
+            stage.rng.seed(f"{self._seed}/{fault.name}/{report.tries}")
+            fault.inject(stage)
+            fault.verify(stage)
+        stage.verify_footprint()
 
     def _complain(self, line: str) -> None:
         self._say(f"{self._fault.name}: VIOLATION in try {self._ledger.report.tries}: {line}")
@@ -151,29 +160,6 @@ class _Kind:
         )
         if not report.is_ok:
             self._say(f"{name}: repeat with: kvstore drill --seed {self._seed} --fault {name}")
-
-
-@contextlib.contextmanager
-def _stage(fault: Fault, seed: int, ledger: Ledger, folder: Path) -> Iterator[Stage]:
-    folder.mkdir(parents=True)
-    redis = RedisServer(folder / "redis") if fault.needs_redis else None
-    settings = StoreSettings(
-        dram_bytes=fault.dram_bytes,
-        lease_s=fault.lease_s,
-        ssd_bytes=fault.ssd_bytes,
-        ssd_folder=folder / "ssd",
-        redis_url=redis.url if redis is not None else "",
-    )
-    stage = Stage(folder, settings, ledger, rng=random.Random(seed), redis=redis)  # noqa: S311 (a schedule)
-    try:
-        if redis is not None:
-            redis.start()
-        yield stage
-    finally:
-        fault.teardown(stage)
-        stage.close()
-        if redis is not None:
-            redis.stop()
 
 
 @contextlib.contextmanager

@@ -39,6 +39,8 @@ def expect_refusal(stage: Stage, store: StoreProcess, *, prefix: tuple[str, ...]
 class _MountedDiskFault(Fault):
     """A store whose ssd folder lies on a small disk of its own."""
 
+    shares_stage = False
+
     def __init__(self) -> None:
         self._disk: MountedDisk | None = None
 
@@ -159,6 +161,7 @@ class RestartWithOtherConfig(Fault):
 
     name = "restart_other_config"
     description = "restarts with other capacities: more keeps everything, less keeps what fits"
+    shares_stage = False
 
     def inject(self, stage: Stage) -> None:
         """Restart with other sizes."""
@@ -187,6 +190,7 @@ class OtherNamespace(Fault):
 
     name = "other_namespace"
     description = "the same tokens under another model, layout, epoch, adapter or salt never meet"
+    weight = 3.0
 
     def inject(self, stage: Stage) -> None:
         """Ask for stored tokens under other names, and for stored keys under a foreign namespace."""
@@ -219,6 +223,7 @@ class DescriptorLimit(Fault):
 
     name = "descriptor_limit"
     description = "connections use up the store's file descriptors: it answers again once they end"
+    weight = 3.0
     effect = "connections_held"
 
     def inject(self, stage: Stage) -> None:
@@ -292,6 +297,7 @@ class ClockJumps(Fault):
 
     name = "clock_jumps"
     description = "the wall clock jumps by hours and years: leases and deadlines do not notice"
+    shares_stage = False
 
     def obstacle(self) -> str:
         """Return why the store's clock cannot be faked."""
@@ -344,14 +350,14 @@ def _faketime_library() -> Path | None:
 def host_faults() -> tuple[Fault, ...]:
     """Return one of each kind."""
     return (
-        DiskFull(),
-        DiskTooSmall(),
-        DiskReadOnly(),
         TwoDaemons(),
-        RestartWithOtherConfig(),
         OtherNamespace(),
         DescriptorLimit(),
         MemoryLimit(),
         ArenaTooBig(),
+        RestartWithOtherConfig(),
         ClockJumps(),
+        DiskFull(),
+        DiskTooSmall(),
+        DiskReadOnly(),
     )

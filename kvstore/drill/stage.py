@@ -32,7 +32,8 @@ HEAL_S = 6.0
 """What is stored must be served again within this time after a fault has ended: breakers pause and retry."""
 
 _PATIENT_S = 5.0
-_DURABLE_MAX_BLOCKS = 96
+_DURABLE_MAX_BLOCKS = 48
+_ALL_BLOCKS = 4096
 _RSS_ROOM_BYTES = 32 * MIB
 _DESCRIPTORS_ROOM = 8
 _THREADS_ROOM = 8
@@ -87,9 +88,16 @@ class Stage:
         return client
 
     def close(self) -> None:
-        """End the store and the client."""
+        """End the client, the store and Redis."""
         self.client.close()
         self.store.kill()
+        if self.redis is not None:
+            self.redis.stop()
+
+    def ensure_running(self) -> None:
+        """Start the store unless it runs."""
+        if not self.store.is_running:
+            self.store.start()
 
     def new_chain(self, num_blocks: int) -> PrefixChain:
         """Name blocks that nobody has put."""
@@ -155,7 +163,7 @@ class Stage:
         self.journal.note_durable(chain)
         return True
 
-    def fill_durable(self, num_blocks: int = 24) -> list[PrefixChain]:
+    def fill_durable(self, num_blocks: int = 16) -> list[PrefixChain]:
         """Have some new chains of random lengths acknowledged as durable; the oldest others make room."""
         for chain in self.journal.durable_chains():
             if self.journal.num_blocks + num_blocks <= _DURABLE_MAX_BLOCKS:
@@ -173,7 +181,7 @@ class Stage:
 
     def empty_dram(self) -> None:
         """Push everything out of dram by blocks that nobody wants, so that reads come from below."""
-        filler = self.new_chain(2 * self.store.settings.dram_bytes // self.block_bytes)
+        filler = self.new_chain(3 * self.store.settings.dram_bytes // (2 * self.block_bytes))
         for start in range(0, len(filler), 8):
             self.put(filler[start : start + 8], timeout_s=_PATIENT_S)
         self.client.flush()
@@ -231,6 +239,12 @@ class Stage:
             self.client.drop(chain)
         if lost:
             self.ledger.note_lost(f"block {lost[0].hex()[:12]}", len(lost))
+
+    def drop_damaged(self) -> None:
+        """Have the store look at all it holds, so that injected damage is dropped before the checks."""
+        for line in self.client.check(sample_blocks=_ALL_BLOCKS):
+            if not line.endswith("; dropped"):
+                self.ledger.note_violation(f"check: {line}")
 
     def verify_becomes_durable(self) -> None:
         """Check that new blocks are made durable again soon: what was out of use heals by itself."""
