@@ -9,6 +9,7 @@ import struct
 from pathlib import Path
 
 from kvstore.errors import ProtocolMismatch, ServerUnavailable
+from kvstore.late_work import LateWork
 from kvstore.log_limit import LimitedWarning
 from kvstore.manager import BlockManager
 from kvstore.messages import INSTANCE_BYTES, Failed, Hello, Welcome, decode_request, encode_message
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _GREETING_TIMEOUT_S = 5.0
 _ACCEPT_PAUSE_S = 0.1
+_LATE_S = 2.0
 _PEER = struct.Struct("3i")
 
 
@@ -51,6 +53,7 @@ class StoreServer:
         self._connections: set[Connection] = set()
         self._is_started = False
         self._is_stopping = False
+        self._late_work = LateWork()
         self._malformed = LimitedWarning(logger)
         self._refusals = LimitedWarning(logger)
         self.counters = ServerCounters()
@@ -113,6 +116,7 @@ class StoreServer:
         for connection in list(self._connections):
             connection.abort()
         await asyncio.sleep(0)
+        await self._late_work.close(patience_s=_LATE_S)
 
     def _unlisten(self) -> None:
         bound, self._bound = self._bound, None
@@ -169,6 +173,7 @@ class StoreServer:
             decoder,
             counters=self.counters,
             malformed=self._malformed,
+            late_work=self._late_work,
             on_end=self._connections.discard,
         )
         self._connections.add(connection)

@@ -58,8 +58,7 @@ HEADER_BYTES = 192
 """Size of a packed header, zero-padded."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockHeader:
+class BlockHeader(NamedTuple):
     """What travels with every stored copy: who it is, what its bytes look like, and their checksum.
 
     ``parent`` is the key before it in its chain (the namespace digest for block 0) and ``depth`` its index
@@ -303,11 +302,11 @@ class SlotTier(Protocol):
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of all slots."""
+        """Bytes of all slots but those kept for staging."""
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of allocated slots, padding included."""
+        """Bytes of allocated slots, padding and staging included: it may exceed the capacity."""
 
     async def open(self) -> None:
         """Get the memory. Raises TierUnavailable with the amount and the limit if it cannot be had."""
@@ -320,6 +319,12 @@ class SlotTier(Protocol):
 
     def allocate(self, length_bytes: int, count: int = 1) -> list[Slot]:
         """Take ``count`` slots of at least ``length_bytes`` each: all of them, or TierFull and none."""
+
+    def has_staging_room(self, length_bytes: int, count: int = 1) -> bool:
+        """Return whether ``allocate_staging`` would succeed."""
+
+    def allocate_staging(self, length_bytes: int, count: int = 1) -> list[Slot]:
+        """Take ``count`` slots for loads, as ``allocate`` does but also of those kept for staging."""
 
     def free(self, slots: Sequence[Slot]) -> None:
         """Give slots back. A slot that is not allocated is our own mistake (AssertionError)."""

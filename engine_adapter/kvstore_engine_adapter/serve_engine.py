@@ -28,7 +28,8 @@ _MAX_SALT_BYTES = 4096
 class ServeOptions:
     """What ``kvstore engine`` is told; ``store`` is a store's address, None for reuse within the engine only.
 
-    ``kv_cache_bytes`` and ``num_blocks`` both size the ``vram`` tier: at most one is given.
+    ``kv_cache_bytes`` and ``num_blocks`` both size the ``vram`` tier: at most one is given. Digests of model
+    files are remembered in ``cache_folder``.
     """
 
     model: Path
@@ -46,6 +47,7 @@ class ServeOptions:
     tenant_salt_file: Path | None = None
     is_reusing: bool = True
     lower: Sequence[Tier] = field(default=())
+    cache_folder: Path | None = None
 
 
 async def serve_engine(options: ServeOptions, announce: Callable[[dict[str, object]], None]) -> None:
@@ -63,7 +65,9 @@ async def serve_engine(options: ServeOptions, announce: Callable[[dict[str, obje
     torch.set_num_threads(options.threads)
     stopped = _stop_event()
     dtype = TORCH_DTYPES[options.dtype]
-    model = await asyncio.to_thread(load_model, options.model, dtype=dtype, device=device)
+    model = await asyncio.to_thread(
+        load_model, options.model, dtype=dtype, device=device, cache_folder=options.cache_folder
+    )
     settings = EngineSettings(
         block_tokens=options.block_tokens,
         max_model_tokens=options.max_model_tokens,

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvstore.config import cache_folder
 from kvstore.errors import KVStoreError, ServerUnavailable
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     if args.store is not None and args.no_reuse:
         return _complain("engine: --store and --no-reuse exclude each other: leave one out", 2)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # A large model's first start takes minutes here: its progress is worth a line.
+    logging.getLogger("kvstore_engine_adapter.model_digest").setLevel(logging.INFO)
     try:
         asyncio.run(serve_engine(_options(args), _announce))
     except ServerUnavailable as error:
@@ -94,6 +97,7 @@ def _options(args: argparse.Namespace) -> "ServeOptions":
         tenant_salt_file=args.tenant_salt_file,
         is_reusing=not args.no_reuse,
         lower=lower,
+        cache_folder=cache_folder(),
     )
 
 

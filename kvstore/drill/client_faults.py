@@ -31,6 +31,8 @@ class ClientKilledWithLease(Fault):
         stage.put(chain)
         with ClientPart(stage, "lease", chain) as client:
             client.wait_ready()
+            if stage.stats()["live_leases"] != 1:
+                stage.ledger.note_violation(f"{stage.stats()['live_leases']} leases, one client holds one")
             client.kill()
         if not wait_until(lambda: stage.stats()["live_leases"] == 0, HEALTH_S):
             stage.ledger.note_violation("the lease of a killed client has not ended")
@@ -172,6 +174,8 @@ class SlotScribbled(Fault):
                 stage.get(chain)
         stage.put(chain)
         stage.get(chain)
+        # What was scribbled on while it was written below is damaged there too.
+        stage.client.flush()
         _drop_damaged(stage)
         stage.client.drop(chain)
 

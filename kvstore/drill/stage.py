@@ -19,7 +19,7 @@ from kvstore.drill.ledger import Ledger
 from kvstore.drill.redis_server import RedisServer
 from kvstore.drill.store_process import MIB, Footprint, StoreProcess, StoreSettings, wait_until
 from kvstore.errors import ServerUnavailable
-from kvstore.keys import BlockKey, Namespace, PrefixChain
+from kvstore.keys import BlockKey, PrefixChain
 from kvstore.results import PutResult
 
 CALL_S = 0.2
@@ -54,18 +54,19 @@ class Stage:
         *,
         rng: random.Random,
         redis: RedisServer | None = None,
-        namespace: Namespace | None = None,
+        heal_s: float = HEAL_S,
     ) -> None:
         self.folder = folder
         self.ledger = ledger
         self.rng = rng
         self.redis = redis
         self.journal = Journal()
-        self.namespace = namespace or drill_namespace()
+        self.namespace = drill_namespace()
         self.store = StoreProcess(folder, settings)
         self.client = self.new_client()
         self._base: Footprint | None = None
         self._evictions_seen = (0, 0)
+        self._heal_s = heal_s
 
     @property
     def block_bytes(self) -> int:
@@ -116,12 +117,19 @@ class Stage:
         with self.ledger.timing(f"get of {len(chain)} blocks", timeout_s):
             result = (client or self.client).fetch_into(chain, rows, timeout_s=timeout_s)
         self.verify_rows(chain.keys[: result.blocks], rows, "get")
+        if (result.reason is None) != (result.blocks == len(chain)):
+            self.ledger.note_violation(f"{result.blocks} of {len(chain)} blocks: reason {result.reason}")
         return result
 
     def match(self, chain: PrefixChain, *, client: KVStore | None = None, timeout_s: float = CALL_S) -> int:
         """Return how many leading blocks are stored."""
         with self.ledger.timing(f"match of {len(chain)} blocks", timeout_s):
-            return (client or self.client).match(chain, timeout_s=timeout_s).blocks
+            found = (client or self.client).match(chain, timeout_s=timeout_s)
+        if (found.reason is None) != (found.blocks == len(chain)):
+            self.ledger.note_violation(
+                f"match of {found.blocks} of {len(chain)} blocks: reason {found.reason}"
+            )
+        return found.blocks
 
     def verify_rows(
         self, keys: Sequence[BlockKey], rows: "np.ndarray[Any, np.dtype[np.uint8]]", what: str
@@ -214,7 +222,10 @@ class Stage:
         missing: list[BlockKey] = []
         for chain in self.journal.durable_chains():
             missing += self._missing(chain)
-        self.journal.note_evicted(self._new_evictions())
+        evicted = self._new_evictions()
+        if evicted:
+            self.ledger.note_effect("ssd_evictions_counted", evicted)
+        self.journal.note_evicted(evicted)
         lost, incomplete = self.journal.settle(missing)
         for chain in incomplete:
             self.client.drop(chain)
@@ -268,7 +279,7 @@ class Stage:
     def _missing(self, chain: PrefixChain) -> list[BlockKey]:
         """Return the keys of a chain that are not served, also after some patience."""
         missing: list[BlockKey] = []
-        give_up_s = time.monotonic() + HEAL_S
+        give_up_s = time.monotonic() + self._heal_s
         while len(chain):
             result = self.get(chain, timeout_s=_PATIENT_S)
             if result.blocks == len(chain):

@@ -13,7 +13,7 @@ import pytest
 README = Path(__file__).parents[2] / "README.md"
 
 # What needs the model, the network, minutes, or another test: the set-up scripts and the engine.
-NOT_RUN = ("scripts/", "MODEL=", ".venv/bin/kvstore engine", "curl ")
+NOT_RUN = ("scripts/", "MODEL=", ".venv/bin/kvstore engine", ".venv/bin/kvstore drill", "curl ")
 
 pytestmark = pytest.mark.skipif(not README.exists(), reason="README.md is only in the checkout")
 

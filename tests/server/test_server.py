@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore import AsyncKVStore, KVLayout, Namespace, Timeouts
+from kvstore import AsyncKVStore, KVLayout, Namespace, PrefixChain, Timeouts
 from kvstore import serving as serving_module
 from kvstore.assembly import assemble
 from kvstore.config import Config
-from kvstore.errors import InvalidConfig, ServerUnavailable, TierUnavailable
+from kvstore.errors import InvalidConfig, InvalidRequest, ServerUnavailable, TierUnavailable
 from kvstore.messages import (
     ChainRef,
     Check,
@@ -409,6 +409,19 @@ async def test_a_chain_of_an_unknown_namespace_is_refused_and_the_connection_goe
         assert await raw.ask(Ping()) == Done()
 
 
+async def test_a_chain_that_names_a_block_twice_is_refused_and_the_connection_goes_on(
+    server: StoreServer, client: AsyncKVStore
+) -> None:
+    chain = NAMESPACE.chain(range(4))
+    twice = PrefixChain(chain.namespace, chain.keys * 2, 4)
+
+    for call in (client.match(twice), client.put(twice, np.zeros(8192, np.uint8)), client.drop(twice)):
+        with pytest.raises(InvalidRequest, match="names a block twice"):
+            await call
+    assert (await client.match(chain)).blocks == 0
+    assert client.client_stats().connects == 1
+
+
 async def test_a_client_that_does_not_read_is_bounded_and_then_closed(
     server: StoreServer, client: AsyncKVStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,7 +440,7 @@ async def test_a_client_that_does_not_read_is_bounded_and_then_closed(
 async def test_requests_under_way_are_answered_when_the_server_stops(tmp_path: Path) -> None:
     path = tmp_path / "kv.sock"
     async with serving(_config(), socket_path=path) as server, _greeted(tmp_path) as raw:
-        await raw.send(encode_message(Check(64), 9))
+        await raw.send(encode_message(Check(64, 10_000_000), 9))
         await _until(lambda: server.counters.requests["check"])
         stopping = asyncio.create_task(server.stop())
         answered = await raw.answer()
