@@ -382,8 +382,7 @@ def _tables(tree: Mapping[str, object], source: str) -> dict[str, Mapping[str, o
         )
     for name, table in found.items():
         if name not in names:
-            kind = "section" if isinstance(table, Mapping) else "key outside any section"
-            raise InvalidConfig(f"{source}: unknown {kind} [{_printable(name)}]{_nearest(name, names)}")
+            raise InvalidConfig(f"{source}: {_unknown_table(name, table, names)}")
         if not isinstance(table, Mapping):
             raise InvalidConfig(f"{source}: {name}: is not a section: write [{name}] on a line of its own")
         tables[name] = table
@@ -426,6 +425,21 @@ def _nearest_key(section: str, name: str) -> str:
 
 def _printable(name: str) -> str:
     return name if name.isprintable() and len(name) <= 80 else ascii(name)[:80]
+
+
+def _unknown_table(name: str, table: object, sections: Sequence[str]) -> str:
+    """Return what is wrong with a name that is no section's, and which section was probably meant."""
+    kind = "key outside any section"
+    if isinstance(table, Mapping):
+        kind = "section"
+        # [tier.dram] is read as a table "dram" in a section "tier".
+        inner = next((key for key, value in table.items() if isinstance(value, Mapping)), None)
+        name = name if inner is None else f"{name}.{inner}"
+    # The last part says more than the whole: tier.dram is nearer to tiers.dram than to tiers.ssd.
+    by_last_part = {section.rpartition(".")[2]: section for section in sections}
+    close = difflib.get_close_matches(name.rpartition(".")[2], by_last_part, n=1)
+    hint = f"did you mean [{by_last_part[close[0]]}]?" if close else f"there are [{'], ['.join(sections)}]"
+    return f"unknown {kind} [{_printable(name)}]: {hint}"
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

@@ -34,8 +34,9 @@ async def hung_store(tmp_path):
     async with running(tier) as store:
         await store.put(CHAIN)
         assert await store.manager.flush(timeout_s=5)
-        server = StoreServer(store.manager, store.dram.arena.fd, socket_path=tmp_path / "s")
-        await server.start()
+        server = StoreServer(store.manager, socket_path=tmp_path / "s")
+        await server.listen()
+        server.start(store.dram.arena.fd)
         async with await AsyncKVStore.connect(tmp_path / "s") as client:
             client.open_namespace(SPACE)
             await client.ping(timeout_s=10)
