@@ -392,6 +392,23 @@ class SsdTier:
             assert request.buffer.nbytes >= request.length_bytes, f"{self._name}: the buffer is too short"
             copy.readers += 1
             wanted.append((index, copy))
+        try:
+            ended = await self._read_copies(requests, wanted, outcomes, deadline_s)
+        finally:
+            # Whatever happened: a copy that is thought to be read can never be dropped.
+            for _, copy in wanted:
+                self._end_reading(copy)
+        self._judge(ended)
+        return outcomes
+
+    async def _read_copies(
+        self,
+        requests: Sequence[ReadRequest],
+        wanted: Sequence[tuple[int, _Copy]],
+        outcomes: list[ReadOutcome],
+        deadline_s: float,
+    ) -> list[DiskOutcome]:
+        """Read and verify copies, and note in ``outcomes`` how each ended."""
         calls = [
             (
                 copy.record.slot_bytes,
@@ -413,9 +430,7 @@ class SsdTier:
             )
             if outcome.status is ReadStatus.CORRUPT:
                 await self._quarantine(copy)
-            self._end_reading(copy)
-        self._judge(ended)
-        return outcomes
+        return ended
 
     def _end_reading(self, copy: _Copy) -> None:
         copy.readers -= 1
