@@ -111,8 +111,10 @@ class HttpFace:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         chat = parse_chat_request(await _read_body(request))
         self._require_model(chat.model)
-        # In a thread: a prompt of megabytes takes the tokenizer seconds.
-        prompt = await asyncio.to_thread(self._tokenizer.encode_chat, chat.messages)
+        # In a thread: a prompt of hundreds of kilobytes takes the tokenizer a second.
+        prompt = await asyncio.to_thread(
+            self._tokenizer.encode_chat, chat.messages, context_tokens=self._engine.context_tokens
+        )
         generate = GenerateRequest(
             prompt=prompt,
             max_tokens=chat.max_tokens,

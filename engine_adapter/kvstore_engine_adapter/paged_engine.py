@@ -237,14 +237,14 @@ class PagedEngine:
         count, limit = len(request.prompt), self._context_tokens
         if not count:
             raise InvalidRequest("prompt: it has no tokens")
-        vocabulary = self._model.config.vocab_size
-        if not all(0 <= token < vocabulary for token in request.prompt):
-            raise InvalidRequest(f"prompt: a token is outside 0..{vocabulary - 1}")
         if count >= limit:
             raise PromptTooLong(
                 f"prompt: {count} tokens, the context is {limit} including at least one token of answer: "
                 "shorten the prompt or raise the model length"
             )
+        vocabulary = self._model.config.vocab_size
+        if not all(0 <= token < vocabulary for token in request.prompt):
+            raise InvalidRequest(f"prompt: a token is outside 0..{vocabulary - 1}")
         if request.max_tokens is None:
             return limit - count
         if request.max_tokens < 1:

@@ -3,14 +3,16 @@
 import asyncio
 import base64
 import contextlib
+import io
 import json
+import time
 
 import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
 
-from kvstore_engine_adapter.http_face import HttpFace
+from kvstore_engine_adapter.http_face import MAX_BODY_BYTES, HttpFace
 from kvstore_engine_adapter.paged_engine import EngineSettings, PagedEngine
 
 LONG_TEXT = "The old pier burned down in 1847. " * 12
@@ -31,7 +33,7 @@ class Client:
         self.engine = engine
 
     async def post(self, data):
-        options = {"data": data} if isinstance(data, bytes) else {"json": data}
+        options = {"data": io.BytesIO(data)} if isinstance(data, bytes) else {"json": data}
         async with self._session.post("/v1/chat/completions", **options) as response:
             return response.status, await response.json(), response.headers
 
@@ -200,6 +202,20 @@ async def test_bad_requests_get_openai_shaped_errors_and_the_engine_goes_on(clie
         assert "\n" not in error["message"]
     status, _, _ = await client.post(body())
     assert status == 200
+
+
+async def test_a_body_of_megabytes_is_refused_while_others_are_served(tiny_bf16):
+    async with serving(tiny_bf16, max_body_bytes=MAX_BODY_BYTES) as client:
+        refused = asyncio.create_task(client.post(json.dumps(body(LONG_TEXT * 9_000)).encode()))
+        longest_s = 0.0
+        while not refused.done():
+            started_s = time.monotonic()
+            assert (await client.get("/healthz"))[0] == 200
+            longest_s = max(longest_s, time.monotonic() - started_s)
+        status, answer, _ = await refused
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    # Tokenizing it takes seconds.
+    assert longest_s < 0.5
 
 
 async def test_an_error_of_a_streaming_request_has_its_own_status(client):
