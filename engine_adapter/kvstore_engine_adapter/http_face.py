@@ -6,7 +6,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -14,6 +14,7 @@ from aiohttp import web
 from kvstore.errors import InvalidRequest, KVStoreError, PromptTooLong, TierFull
 from kvstore_engine_adapter.chat_answer import AnswerHead, AnswerText, reuse
 from kvstore_engine_adapter.chat_request import ApiError, ChatRequest, parse_chat_request
+from kvstore_engine_adapter.closing_time import ClosingTime
 from kvstore_engine_adapter.generation import (
     EngineBusy,
     EngineClosed,
@@ -51,6 +52,7 @@ class HttpFace:
     client that hangs up ends its request.
 
     A client that does not read its stream for 10 seconds is dropped: the engine runs one request at a time.
+    ``close`` before the application's end gives the requests under way their time.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class HttpFace:
         self._model_name = model_name
         self._wall_clock = wall_clock
         self._created = int(wall_clock())
+        self._closing_time = ClosingTime()
 
     def application(self, *, max_body_bytes: int = MAX_BODY_BYTES) -> web.Application:
         """Return the aiohttp application."""
@@ -76,6 +79,10 @@ class HttpFace:
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/stats", self._stats)
         return app
+
+    async def close(self, *, grace_s: float) -> None:
+        """Refuse new chats, give those under way ``grace_s`` seconds, then end them with an error."""
+        await self._closing_time.close(grace_s=grace_s)
 
     async def _health(self, _request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -109,12 +116,19 @@ class HttpFace:
             )
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        chat = parse_chat_request(await _read_body(request))
-        self._require_model(chat.model)
-        # In a thread: a prompt of hundreds of kilobytes takes the tokenizer a second.
-        prompt = await asyncio.to_thread(
-            self._tokenizer.encode_chat, chat.messages, context_tokens=self._engine.context_tokens
-        )
+        with self._closing_time.request():
+            async with self._closing_time.step():
+                chat = parse_chat_request(await _read_body(request))
+                self._require_model(chat.model)
+                # In a thread: a prompt of hundreds of kilobytes takes the tokenizer a second.
+                prompt = await asyncio.to_thread(
+                    self._tokenizer.encode_chat, chat.messages, context_tokens=self._engine.context_tokens
+                )
+            return await self._answer(request, chat, prompt)
+
+    async def _answer(
+        self, request: web.Request, chat: ChatRequest, prompt: Sequence[int]
+    ) -> web.StreamResponse:
         generate = GenerateRequest(
             prompt=prompt,
             max_tokens=chat.max_tokens,
@@ -125,11 +139,21 @@ class HttpFace:
         answer = _Answer(AnswerText(self._tokenizer, chat.stops), RequestReport(len(prompt)))
         head = AnswerHead(f"chatcmpl-{secrets.token_hex(12)}", int(self._wall_clock()), self._model_name)
         async with contextlib.aclosing(self._pieces(generate, answer)) as pieces:
+            in_time = self._until_closed(pieces)
             if chat.is_streaming:
-                return await _stream(request, chat, head, answer, pieces)
-            text = "".join([piece async for piece in pieces])
+                return await _stream(request, chat, head, answer, in_time)
+            text = "".join([piece async for piece in in_time])
         tokens = answer.tokens if chat.wants_tokens else None
         return web.json_response(head.completion(text, answer.finish_reason, answer.report, tokens))
+
+    async def _until_closed(self, pieces: AsyncIterator[str]) -> AsyncIterator[str]:
+        """Yield the pieces; EngineClosed if the next one is not there at the end of closing time."""
+        while True:
+            async with self._closing_time.step():
+                piece = await anext(pieces, None)
+            if piece is None:
+                return
+            yield piece
 
     async def _pieces(self, generate: GenerateRequest, answer: _Answer) -> AsyncGenerator[str, None]:
         """Yield the answer's text piece by piece, the first (empty) one once the prompt is computed."""

@@ -153,8 +153,8 @@ class PagedEngine:
             running.worker.close()
             raise
 
-    async def close(self) -> None:
-        """Cancel what runs and waits, let writes drain, close the tiers. Idempotent."""
+    async def close(self, *, drain_s: float = 5.0) -> None:
+        """Cancel what runs and waits, let writes drain for ``drain_s``, close the tiers. Idempotent."""
         running, self._running = self._running, None
         if running is None:
             return
@@ -164,7 +164,7 @@ class PagedEngine:
         if others:
             await asyncio.wait(others)
         if running.supply.manager is not None:
-            await running.supply.manager.close()
+            await running.supply.manager.close(drain_s=drain_s)
         running.worker.close()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:

@@ -1,9 +1,11 @@
 """Running one engine as a process: model, engine, HTTP face, until a signal ends it."""
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +22,8 @@ from kvstore_engine_adapter.paged_engine import EngineSettings, PagedEngine, blo
 
 logger = logging.getLogger(__name__)
 
-_SHUTDOWN_S = 5.0
+_LEAST_DRAIN_S = 0.25
+_CLOSE_S = 0.25
 _MAX_SALT_BYTES = 4096
 
 
@@ -28,7 +31,8 @@ _MAX_SALT_BYTES = 4096
 class ServeOptions:
     """What ``kvstore engine`` is told; ``store`` is a store's address, None for reuse within the engine only.
 
-    ``kv_cache_bytes`` and ``num_blocks`` both size the ``vram`` tier: at most one is given.
+    ``kv_cache_bytes`` and ``num_blocks`` both size the ``vram`` tier: at most one is given. ``grace_s`` is
+    the time that requests under way and unwritten blocks have after the signal that ends it.
     """
 
     model: Path
@@ -45,11 +49,14 @@ class ServeOptions:
     device: str = "cpu"
     tenant_salt_file: Path | None = None
     is_reusing: bool = True
+    grace_s: float = 5.0
     lower: Sequence[Tier] = field(default=())
 
 
 async def serve_engine(options: ServeOptions, announce: Callable[[dict[str, object]], None]) -> None:
     """Load, listen, call ``announce`` with the ``ready`` event, and serve until SIGTERM or SIGINT.
+
+    After the signal it ends within the grace and a second, but for a pass under way.
 
     Raises:
         UnsupportedModel: the model cannot be loaded.
@@ -74,10 +81,22 @@ async def serve_engine(options: ServeOptions, announce: Callable[[dict[str, obje
     engine = PagedEngine(model, settings, lower=options.lower)
     name = options.served_model_name or model.config.name
     await engine.open()
+    left_s = options.grace_s
     try:
-        await _serve(options, engine, HttpFace(engine, model.tokenizer, model_name=name), announce, stopped)
+        face = HttpFace(engine, model.tokenizer, model_name=name)
+        left_s = await _serve(options, engine, face, announce, stopped)
     finally:
-        await engine.close()
+        await _close_engine(engine, max(left_s, _LEAST_DRAIN_S))
+
+
+async def _close_engine(engine: PagedEngine, drain_s: float) -> None:
+    closing = asyncio.ensure_future(engine.close(drain_s=drain_s))
+    await asyncio.wait([closing], timeout=drain_s + _CLOSE_S)
+    if not closing.done():
+        logger.warning("engine: its store has not let go after %g s: abandoned", drain_s + _CLOSE_S)
+        closing.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await closing
 
 
 async def _serve(
@@ -86,9 +105,10 @@ async def _serve(
     face: HttpFace,
     announce: Callable[[dict[str, object]], None],
     stopped: asyncio.Event,
-) -> None:
+) -> float:
+    """Serve until the signal, and end the requests; returns what is left of the grace, in seconds."""
     runner = web.AppRunner(
-        face.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
+        face.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_CLOSE_S / 2
     )
     await runner.setup()
     try:
@@ -101,11 +121,15 @@ async def _serve(
                 "choose another --port, or 0 for a free one"
             ) from error
         if stopped.is_set():
-            return
+            return options.grace_s
         host, port = runner.addresses[0][:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         announce({"event": "ready", "url": url, "context_tokens": engine.context_tokens})
         await stopped.wait()
+        started_s = time.monotonic()
+        await site.stop()
+        await face.close(grace_s=options.grace_s)
+        return options.grace_s - (time.monotonic() - started_s)
     finally:
         await runner.cleanup()
 

@@ -47,6 +47,13 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="FILE",
         help="secret bytes that separate this tenant's blocks",
     )
+    parser.add_argument(
+        "--grace",
+        type=_seconds,
+        default=5.0,
+        metavar="SECONDS",
+        help="time for requests under way and unwritten blocks after SIGTERM (default: %(default)g)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -93,6 +100,7 @@ def _options(args: argparse.Namespace) -> "ServeOptions":
         device=args.device,
         tenant_salt_file=args.tenant_salt_file,
         is_reusing=not args.no_reuse,
+        grace_s=args.grace,
         lower=lower,
     )
 
@@ -117,4 +125,14 @@ def _port(text: str) -> int:
     value = int(text)
     if not 0 <= value <= 65535:
         raise argparse.ArgumentTypeError(f"{value} is outside 0..65535")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 to 3600")
     return value

@@ -12,6 +12,9 @@ import pytest
 from kvstore.cli import main
 
 COMMAND = [sys.executable, "-c", "import sys; from kvstore.cli import main; sys.exit(main())"]
+SLACK_S = 1.0
+"""What a busy machine may add to a process's end."""
+
 TEXT = "The old pier burned down in 1847. " * 10
 
 
@@ -96,6 +99,47 @@ def test_an_engine_whose_store_is_absent_answers_all_the_same(tiny_gguf, tmp_pat
         assert process.ask()["matched_tokens"] == 0
         assert time.monotonic() - started_s < 10
         assert process.ask()["tiers"].keys() == {"vram"}
+
+
+def first_token_of_a_stream(process):
+    """Ask for a long answer; return the response whose first token has been read."""
+    data = {"model": "tiny", "messages": [{"role": "user", "content": TEXT}], "stream": True, "seed": 1}
+    request = urllib.request.Request(
+        f"{process.event['url']}/v1/chat/completions", data=json.dumps(data).encode()
+    )
+    response = urllib.request.urlopen(request, timeout=30)
+    while b'"content": "' not in (line := response.readline()) or b'"content": ""' in line:
+        assert line
+    return response
+
+
+def test_a_stream_under_way_at_sigterm_ends_with_an_error_event_within_the_grace(tiny_gguf):
+    with Process("engine", "--model", tiny_gguf, "--port", 0, "--grace", 0) as process:
+        with first_token_of_a_stream(process) as response:
+            started_s = time.monotonic()
+            process.child.send_signal(signal.SIGTERM)
+            lines = [line for line in response.read().split(b"\n\n") if line]
+        assert process.child.wait(timeout=30) == 0
+        assert time.monotonic() - started_s < 1 + SLACK_S
+    error = json.loads(lines[-1].removeprefix(b"data: "))["error"]
+    assert error["code"] == "overloaded"
+    assert "is stopping" in error["message"]
+
+
+def test_a_stream_that_ends_within_the_grace_is_whole(tiny_gguf):
+    with engine(tiny_gguf, "--grace", 30) as process:
+        with first_token_of_a_stream(process) as response:
+            process.child.send_signal(signal.SIGTERM)
+            assert response.read().endswith(b"data: [DONE]\n\n")
+        started_s = time.monotonic()
+        assert process.child.wait(timeout=30) == 0
+        assert time.monotonic() - started_s < 1 + SLACK_S
+
+
+@pytest.mark.parametrize("grace", ["-1", "nan", "inf", "soon"])
+def test_a_grace_that_is_no_time_is_refused(tiny_gguf, capsys, grace):
+    assert main(["engine", "--model", str(tiny_gguf), f"--grace={grace}"]) == 2
+    assert "is no number of seconds from 0 to 3600" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
