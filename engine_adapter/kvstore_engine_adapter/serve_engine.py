@@ -107,9 +107,7 @@ async def _serve(
     stopped: asyncio.Event,
 ) -> float:
     """Serve until the signal, and end the requests; returns what is left of the grace, in seconds."""
-    runner = web.AppRunner(
-        face.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_CLOSE_S / 2
-    )
+    runner = face.runner(shutdown_s=_CLOSE_S / 2)
     await runner.setup()
     try:
         site = web.TCPSite(runner, options.host, options.port)
