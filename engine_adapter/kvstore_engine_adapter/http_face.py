@@ -70,7 +70,7 @@ class HttpFace:
         self._closing_time = ClosingTime()
 
     def runner(self, *, max_body_bytes: int = MAX_BODY_BYTES, shutdown_s: float = 1.0) -> web.AppRunner:
-        """Return what serves the routes; not set up. ``shutdown_s`` is half the time its clean-up may take."""
+        """Return what serves the routes, not set up. ``shutdown_s``: half the time its clean-up may take."""
         app = web.Application(client_max_size=max_body_bytes, middlewares=[_errors_in_openai_shape])
         app.router.add_post("/v1/chat/completions", self._chat, expect_handler=_answer_expectation)
         for path, answer in (

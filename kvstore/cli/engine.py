@@ -5,6 +5,7 @@ import asyncio
 import json
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,18 +28,22 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--store", metavar="ADDRESS", help="address of a store (default: none)")
     parser.add_argument("--no-reuse", action="store_true", help="compute every prompt; keep no blocks at all")
     parser.add_argument("--host", default="127.0.0.1", help="a loopback address (default: %(default)s)")
-    parser.add_argument("--port", type=_port, default=8000, help="0: a free one (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=_whole(0, 65535), default=8000, help="0: a free one (default: %(default)s)"
+    )
     parser.add_argument("--served-model-name", metavar="NAME", help="default: the model's own name")
     parser.add_argument(
-        "--max-model-len", type=_positive, metavar="TOKENS", help="prompt and answer (default: up to 8192)"
+        "--max-model-len", type=_whole(2), metavar="TOKENS", help="prompt and answer (default: up to 8192)"
     )
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--kv-cache-bytes", type=_positive, metavar="BYTES", help="size of the vram tier")
+    size.add_argument("--kv-cache-bytes", type=_whole(1), metavar="BYTES", help="size of the vram tier")
     size.add_argument(
-        "--num-blocks", type=_positive, help="size of the vram tier (default: 4 full sequences)"
+        "--num-blocks", type=_whole(1), help="size of the vram tier (default: 4 full sequences)"
     )
-    parser.add_argument("--block-tokens", type=_positive, default=16, help="default: %(default)s")
-    parser.add_argument("--threads", type=_positive, default=1, help="torch threads (default: %(default)s)")
+    parser.add_argument("--block-tokens", type=_whole(1, 65535), default=16, help="default: %(default)s")
+    parser.add_argument(
+        "--threads", type=_whole(1, 1024), default=1, help="torch threads (default: %(default)s)"
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
@@ -114,18 +119,18 @@ def _complain(message: str, status: int) -> int:
     return status
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
+def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
+    """Return a reader of whole numbers within bounds; argparse names the option in its complaint."""
+    wanted = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
 
+    def read(text: str) -> int:
+        # int() also takes underscores, spaces and digits of other scripts; and thousands of digits slowly.
+        is_plain = text.removeprefix("-").isdecimal() and text.isascii() and len(text) <= 20
+        if not is_plain or int(text) < low or (high is not None and int(text) > high):
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {wanted}")
+        return int(text)
 
-def _port(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= 65535:
-        raise argparse.ArgumentTypeError(f"{value} is outside 0..65535")
-    return value
+    return read
 
 
 def _seconds(text: str) -> float:
@@ -134,5 +139,5 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 to 3600")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of seconds from 0 to 3600")
     return value

@@ -118,7 +118,7 @@ def test_a_stream_under_way_at_sigterm_ends_with_an_error_event_within_the_grace
         with first_token_of_a_stream(process) as response:
             started_s = time.monotonic()
             process.child.send_signal(signal.SIGTERM)
-            lines = [line for line in response.read().split(b"\n\n") if line]
+            lines = [line for line in response.read().split(b"\n") if line]
         assert process.child.wait(timeout=30) == 0
         assert time.monotonic() - started_s < 1 + SLACK_S
     error = json.loads(lines[-1].removeprefix(b"data: "))["error"]
@@ -134,6 +134,29 @@ def test_a_stream_that_ends_within_the_grace_is_whole(tiny_gguf):
         started_s = time.monotonic()
         assert process.child.wait(timeout=30) == 0
         assert time.monotonic() - started_s < 1 + SLACK_S
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--port", "x", "'x' is not a whole number from 0 to 65535"),
+        ("--port", "65536", "'65536' is not a whole number from 0 to 65535"),
+        ("--port", "", "'' is not a whole number from 0 to 65535"),
+        ("--block-tokens", "0", "'0' is not a whole number from 1 to 65535"),
+        ("--block-tokens", "1.5", "'1.5' is not a whole number from 1 to 65535"),
+        ("--max-model-len", "1", "'1' is not a whole number of at least 2"),
+        ("--num-blocks", "-3", "'-3' is not a whole number of at least 1"),
+        ("--num-blocks", "1_000", "'1_000' is not a whole number of at least 1"),
+        ("--kv-cache-bytes", "1GiB", "'1GiB' is not a whole number of at least 1"),
+        ("--kv-cache-bytes", "9" * 5000, "is not a whole number of at least 1"),
+        ("--threads", "4096", "'4096' is not a whole number from 1 to 1024"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_with_the_option_and_its_range(capsys, option, value, message):
+    assert main(["engine", "--model", "m", f"{option}={value}"]) == 2
+    complaint = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument {option}: '{value[:4]}" in complaint
+    assert message in complaint
 
 
 @pytest.mark.parametrize("grace", ["-1", "nan", "inf", "soon"])
@@ -153,7 +176,7 @@ def test_a_grace_that_is_no_time_is_refused(tiny_gguf, capsys, grace):
         (["--max-model-len", "99999"], "the model allows"),
         (["--kv-cache-bytes", "10"], "holds no block"),
         (["--num-blocks", "1000000000000"], "lower the number of blocks"),
-        (["--block-tokens", "70000"], "block_tokens"),
+        (["--block-tokens", "65535", "--dtype", "float32"], "lower block_tokens"),
         (["--tenant-salt-file", "/nonexistent/salt"], "No such file"),
         (["--store", "/" + "x" * 200], "x" * 20),
     ],
@@ -177,6 +200,13 @@ def test_a_salt_that_is_too_short_is_refused(tiny_gguf, tmp_path, refused):
     status, errors = refused("engine", "--model", tiny_gguf, "--tenant-salt-file", tmp_path / "salt")
     assert status == 2
     assert "5 bytes" in errors
+
+
+def test_an_empty_model_is_one_line_and_exit_status_2(tmp_path, refused):
+    (tmp_path / "empty.gguf").touch()
+    status, errors = refused("engine", "--model", tmp_path / "empty.gguf", "--port", 0)
+    assert status == 2
+    assert "the file is empty: fetch it again" in errors
 
 
 def test_a_truncated_model_is_one_line_and_exit_status_2(tiny_gguf, tmp_path, refused):
