@@ -37,6 +37,8 @@ from kvstore_engine_adapter.worker import ForwardWorker
 
 logger = logging.getLogger(__name__)
 
+_DEFAULT_CONTEXT_TOKENS = 8192
+
 Event = Prefilled | Token | Finished
 """What ``generate`` yields: one Prefilled, tokens, then one Finished."""
 
@@ -410,13 +412,18 @@ def _refuse_more_than_memory(wanted_bytes: int, device: torch.device) -> None:
         )
 
 
+def default_context_tokens(model: LoadedModel) -> int:
+    """Return the tokens of prompt and answer that are offered if nothing else is asked for."""
+    return min(model.config.context_tokens, _DEFAULT_CONTEXT_TOKENS)
+
+
 def _context_tokens(model: LoadedModel, settings: EngineSettings) -> int:
     limit, wanted = model.config.context_tokens, settings.max_model_tokens
     if wanted is None:
-        return min(limit, 8192)
+        return default_context_tokens(model)
     if not 2 <= wanted <= limit:
         raise InvalidConfig(f"engine: a model length of {wanted} tokens, the model allows 2..{limit}")
     return wanted
 
 
-__all__ = ["EngineSettings", "Event", "PagedEngine", "block_bytes_of", "layout_of"]
+__all__ = ["EngineSettings", "Event", "PagedEngine", "block_bytes_of", "default_context_tokens", "layout_of"]

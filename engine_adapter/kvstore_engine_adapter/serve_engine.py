@@ -18,10 +18,16 @@ from kvstore.tier import Tier
 from kvstore_engine_adapter.http_face import HttpFace
 from kvstore_engine_adapter.model import LoadedModel, load_model
 from kvstore_engine_adapter.page_pool import TORCH_DTYPES
-from kvstore_engine_adapter.paged_engine import EngineSettings, PagedEngine, block_bytes_of
+from kvstore_engine_adapter.paged_engine import (
+    EngineSettings,
+    PagedEngine,
+    block_bytes_of,
+    default_context_tokens,
+)
 
 logger = logging.getLogger(__name__)
 
+_LEAST_BLOCKS = 2
 _LEAST_DRAIN_S = 0.25
 _CLOSE_S = 0.25
 _MAX_SALT_BYTES = 4096
@@ -31,8 +37,8 @@ _MAX_SALT_BYTES = 4096
 class ServeOptions:
     """What ``kvstore engine`` is told; ``store`` is a store's address, None for reuse within the engine only.
 
-    ``kv_cache_bytes`` and ``num_blocks`` both size the ``vram`` tier: at most one is given. ``grace_s`` is
-    the time that requests under way and unwritten blocks have after the signal that ends it.
+    ``kv_cache_bytes`` and ``num_blocks`` both size the ``vram`` tier: at most one is given, and
+    ``max_model_tokens`` does not exceed what it holds (None: the most that it does). ``grace_s`` is the time that requests under way and unwritten blocks have after the signal that ends it.
     """
 
     model: Path
@@ -71,10 +77,11 @@ async def serve_engine(options: ServeOptions, announce: Callable[[dict[str, obje
     stopped = _stop_event()
     dtype = TORCH_DTYPES[options.dtype]
     model = await asyncio.to_thread(load_model, options.model, dtype=dtype, device=device)
+    num_blocks = _num_blocks(options, model)
     settings = EngineSettings(
         block_tokens=options.block_tokens,
-        max_model_tokens=options.max_model_tokens,
-        num_blocks=_num_blocks(options, model),
+        max_model_tokens=_max_model_tokens(options, model, num_blocks),
+        num_blocks=num_blocks,
         is_reusing=options.is_reusing,
         tenant_salt=salt,
     )
@@ -174,11 +181,39 @@ def _tenant_salt(path: Path | None) -> bytes:
 
 
 def _num_blocks(options: ServeOptions, model: LoadedModel) -> int | None:
+    """Return the size of the vram tier, None if it was not given.
+
+    Raises:
+        InvalidConfig: it holds no block of prompt with a token of answer.
+    """
     if options.kv_cache_bytes is None:
-        return options.num_blocks
-    block_bytes = block_bytes_of(model, options.block_tokens)
-    if options.kv_cache_bytes < block_bytes:
+        num_blocks, given = options.num_blocks, f"--num-blocks {options.num_blocks}"
+    else:
+        num_blocks = options.kv_cache_bytes // block_bytes_of(model, options.block_tokens)
+        given = f"--kv-cache-bytes {options.kv_cache_bytes}"
+    if num_blocks is not None and num_blocks < _LEAST_BLOCKS:
+        block_bytes = block_bytes_of(model, options.block_tokens)
         raise InvalidConfig(
-            f"engine: --kv-cache-bytes {options.kv_cache_bytes} holds no block: one has {block_bytes} bytes"
+            f"engine: {given}, in blocks of {block_bytes} bytes holds {num_blocks}: "
+            f"give at least {_LEAST_BLOCKS}, one of prompt and one of answer"
         )
-    return options.kv_cache_bytes // block_bytes
+    return num_blocks
+
+
+def _max_model_tokens(options: ServeOptions, model: LoadedModel, num_blocks: int | None) -> int | None:
+    """Return the longest sequence to offer: no longer than the vram tier holds.
+
+    Raises:
+        InvalidConfig: more was asked for than it holds.
+    """
+    if num_blocks is None:
+        return options.max_model_tokens
+    held = num_blocks * options.block_tokens
+    if options.max_model_tokens is not None:
+        if options.max_model_tokens > held:
+            raise InvalidConfig(
+                f"engine: --max-model-len {options.max_model_tokens}, but {num_blocks} blocks of "
+                f"{options.block_tokens} tokens hold {held}: lower it, or give more blocks"
+            )
+        return options.max_model_tokens
+    return min(held, default_context_tokens(model))

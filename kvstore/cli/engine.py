@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore.errors import KVStoreError, ServerUnavailable
+from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:
     from kvstore_engine_adapter.serve_engine import ServeOptions
@@ -33,7 +33,10 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--served-model-name", metavar="NAME", help="default: the model's own name")
     parser.add_argument(
-        "--max-model-len", type=_whole(2), metavar="TOKENS", help="prompt and answer (default: up to 8192)"
+        "--max-model-len",
+        type=_whole(2),
+        metavar="TOKENS",
+        help="prompt and answer (default: what model and vram tier hold, up to 8192)",
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--kv-cache-bytes", type=_whole(1), metavar="BYTES", help="size of the vram tier")
@@ -74,8 +77,6 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         asyncio.run(serve_engine(_options(args), _announce))
-    except ServerUnavailable as error:
-        return _complain(str(error), 3)
     except KVStoreError as error:
         return _complain(str(error), 2)
     return 0

@@ -5,11 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 
 import pytest
 
 from kvstore.cli import main
+from kvstore.errors import ServerUnavailable
+from kvstore_engine_adapter import serve_engine
 
 COMMAND = [sys.executable, "-c", "import sys; from kvstore.cli import main; sys.exit(main())"]
 SLACK_S = 1.0
@@ -40,9 +43,9 @@ class Process:
         _, errors = self.child.communicate(timeout=30)
         return self.child.returncode, errors
 
-    def ask(self):
+    def ask(self, **changes):
         data = {"model": "tiny", "messages": [{"role": "user", "content": TEXT}], "temperature": 0}
-        data |= {"max_tokens": 6, "kvstore": {"output_tokens": True}}
+        data |= {"max_tokens": 6, "kvstore": {"output_tokens": True}} | changes
         request = urllib.request.Request(
             f"{self.event['url']}/v1/chat/completions", data=json.dumps(data).encode()
         )
@@ -99,6 +102,16 @@ def test_an_engine_whose_store_is_absent_answers_all_the_same(tiny_gguf, tmp_pat
         assert process.ask()["matched_tokens"] == 0
         assert time.monotonic() - started_s < 10
         assert process.ask()["tiers"].keys() == {"vram"}
+
+
+@pytest.mark.parametrize("size", [("--num-blocks", 8), ("--kv-cache-bytes", 8 * 6144)])
+def test_the_context_announced_and_enforced_is_what_the_vram_tier_holds(tiny_gguf, size):
+    with Process("engine", "--model", tiny_gguf, "--port", 0, *size) as process:
+        assert process.event["context_tokens"] == 128
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            process.ask()
+        with refusal.value as answer:
+            assert "the context is 128 " in json.load(answer)["error"]["message"]
 
 
 def first_token_of_a_stream(process):
@@ -174,7 +187,9 @@ def test_a_grace_that_is_no_time_is_refused(tiny_gguf, capsys, grace):
         (["--host", "example.org"], "is no IP address"),
         (["--device", "cuda"], "no CUDA device"),
         (["--max-model-len", "99999"], "the model allows"),
-        (["--kv-cache-bytes", "10"], "holds no block"),
+        (["--kv-cache-bytes", "10"], "6144 bytes holds 0: give at least 2"),
+        (["--num-blocks", "1"], "--num-blocks 1, in blocks of 6144 bytes holds 1: give at least 2"),
+        (["--num-blocks", "8", "--max-model-len", "129"], "8 blocks of 16 tokens hold 128: lower it"),
         (["--num-blocks", "1000000000000"], "lower the number of blocks"),
         (["--block-tokens", "65535", "--dtype", "float32"], "lower block_tokens"),
         (["--tenant-salt-file", "/nonexistent/salt"], "No such file"),
@@ -185,6 +200,14 @@ def test_bad_input_is_one_line_and_exit_status_2(tiny_gguf, refused, options, me
     status, errors = refused("engine", "--model", tiny_gguf, "--port", 0, *options)
     assert status == 2
     assert message in errors
+
+
+def test_no_failure_ends_it_with_a_status_that_its_help_does_not_name(tiny_gguf, refused, monkeypatch):
+    async def failing(*_):
+        raise ServerUnavailable("no server")
+
+    monkeypatch.setattr(serve_engine, "serve_engine", failing)
+    assert refused("engine", "--model", tiny_gguf) == (2, "kvstore: no server\n")
 
 
 def test_a_port_in_use_is_one_line_and_exit_status_2(tiny_gguf, refused):
