@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,7 @@ from kvstore.errors import InvalidConfig, InvalidRequest, PromptTooLong
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.manager import BlockManager
+from kvstore.miss import MissReason
 from kvstore.tier import Slot, Tier
 from kvstore_engine_adapter.adapter import manager_over
 from kvstore_engine_adapter.attention import TorchAttention
@@ -38,6 +39,10 @@ from kvstore_engine_adapter.worker import ForwardWorker
 logger = logging.getLogger(__name__)
 
 _DEFAULT_CONTEXT_TOKENS = 8192
+_FAULTS = frozenset(
+    reason.value
+    for reason in (MissReason.TIMED_OUT, MissReason.UNAVAILABLE, MissReason.BREAKER_OPEN, MissReason.CORRUPT)
+)
 
 Event = Prefilled | Token | Finished
 """What ``generate`` yields: one Prefilled, tokens, then one Finished."""
@@ -197,13 +202,18 @@ class PagedEngine:
                 sequence.blocks.end()
 
     def stats(self) -> dict[str, object]:
-        """Return counters, ready for JSON: the manager's, and the engine's own."""
+        """Return counters, ready for JSON: the manager's, and the engine's own.
+
+        ``store_faults`` holds what went wrong with the store: calls of the engine's that failed or came late,
+        ``write_dropped/<tier>/<reason>`` blocks not written and ``<call>_missed/<reason>`` blocks not found.
+        """
         running = self._running
+        manager_stats = running.supply.manager.stats() if running and running.supply.manager else None
         return {
             "waiting_requests": self._waiting,
             "is_running": self._turn.locked(),
-            "store_faults": dict(running.supply.faults) if running else {},
-            "manager": running.supply.manager.stats() if running and running.supply.manager else None,
+            "store_faults": dict(running.supply.faults if running else {}) | _faults(manager_stats or {}),
+            "manager": manager_stats,
         }
 
     def _start(self) -> "_Running":
@@ -410,6 +420,20 @@ def _refuse_more_than_memory(wanted_bytes: int, device: torch.device) -> None:
             f"engine: the KV pages need {wanted_bytes} bytes, this machine has {total_bytes}: "
             "lower the number of blocks or the model length"
         )
+
+
+def _faults(manager_stats: Mapping[str, object]) -> dict[str, object]:
+    """Return the counters of a manager's that speak of a fault of a lower tier, by name."""
+    faults = {f"write_dropped/{name}": n for name, n in _inside(manager_stats, "write_drops_blocks")}
+    for call in ("match", "fetch"):
+        misses = dict(_inside(dict(_inside(manager_stats, call)), "misses_blocks"))
+        faults |= {f"{call}_missed/{name}": n for name, n in misses.items() if name in _FAULTS}
+    return faults
+
+
+def _inside(stats: Mapping[str, object], name: str) -> list[tuple[str, object]]:
+    value = stats.get(name)
+    return list(value.items()) if isinstance(value, dict) else []
 
 
 def default_context_tokens(model: LoadedModel) -> int:

@@ -24,6 +24,7 @@ from kvstore_engine_adapter.paged_engine import (
     block_bytes_of,
     default_context_tokens,
 )
+from kvstore_engine_adapter.store_watch import StoreWatch
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,8 @@ class ServeOptions:
     """What ``kvstore engine`` is told; ``store`` is a store's address, None for reuse within the engine only.
 
     ``kv_cache_bytes`` and ``num_blocks`` both size the ``vram`` tier: at most one is given, and
-    ``max_model_tokens`` does not exceed what it holds (None: the most that it does). ``grace_s`` is the time that requests under way and unwritten blocks have after the signal that ends it.
+    ``max_model_tokens`` does not exceed what it holds (None: the most that it does). ``grace_s`` is the time
+    that requests under way and unwritten blocks have after the signal that ends it.
     """
 
     model: Path
@@ -89,10 +91,14 @@ async def serve_engine(options: ServeOptions, announce: Callable[[dict[str, obje
     name = options.served_model_name or model.config.name
     await engine.open()
     left_s = options.grace_s
+    watching = None if options.store is None else asyncio.create_task(StoreWatch(options.store).run())
     try:
         face = HttpFace(engine, model.tokenizer, model_name=name)
         left_s = await _serve(options, engine, face, announce, stopped)
     finally:
+        if watching is not None:
+            watching.cancel()
+            await asyncio.wait([watching])
         await _close_engine(engine, max(left_s, _LEAST_DRAIN_S))
 
 

@@ -75,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
     if args.store is not None and args.no_reuse:
         return _complain("engine: --store and --no-reuse exclude each other: leave one out", 2)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # A store that is back is as much news as one that is away; the rest of the engine's information is not.
+    logging.getLogger("kvstore_engine_adapter.store_watch").setLevel(logging.INFO)
     try:
         asyncio.run(serve_engine(_options(args), _announce))
     except KVStoreError as error:

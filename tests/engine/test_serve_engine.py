@@ -52,6 +52,10 @@ class Process:
         with urllib.request.urlopen(request, timeout=30) as response:
             return json.load(response)["kvstore"]
 
+    def stats(self):
+        with urllib.request.urlopen(f"{self.event['url']}/stats", timeout=30) as response:
+            return json.load(response)
+
 
 def engine(model, *options):
     return Process("engine", "--model", model, "--port", 0, "--max-model-len", 512, *options)
@@ -102,6 +106,32 @@ def test_an_engine_whose_store_is_absent_answers_all_the_same(tiny_gguf, tmp_pat
         assert process.ask()["matched_tokens"] == 0
         assert time.monotonic() - started_s < 10
         assert process.ask()["tiers"].keys() == {"vram"}
+        faults = process.stats()["store_faults"]
+        assert sum(faults[name] for name in faults if name.startswith("match_missed/")) > 0
+        assert sum(faults[name] for name in faults if name.startswith("write_dropped/store/")) > 0
+        assert "store: no answer" in process.child.stderr.readline()
+
+
+def test_a_store_that_is_stopped_and_goes_on_is_in_the_log(tiny_gguf, tmp_path):
+    config = tmp_path / "store.toml"
+    config.write_text(
+        f'[server]\nsocket = "{tmp_path}/s"\nlog_level = "error"\n[tiers.dram]\ncapacity_bytes = "32MiB"\n'
+        'staging_bytes = "4MiB"\n'
+    )
+    with (
+        Process("serve", "--config", config, "--json") as store,
+        engine(tiny_gguf, "--store", tmp_path / "s", "--grace", 1) as process,
+    ):
+        process.ask()
+        store.child.send_signal(signal.SIGSTOP)
+        assert "store: no answer" in process.child.stderr.readline()
+        store.child.send_signal(signal.SIGCONT)
+        assert "store: it answers again" in process.child.stderr.readline()
+        store.child.send_signal(signal.SIGSTOP)
+        process.ask()
+        started_s = time.monotonic()
+        assert process.stop()[0] == 0
+        assert time.monotonic() - started_s < 1 + 1 + SLACK_S
 
 
 @pytest.mark.parametrize("size", [("--num-blocks", 8), ("--kv-cache-bytes", 8 * 6144)])
