@@ -38,7 +38,9 @@ from kvstore_engine_adapter.worker import ForwardWorker
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_CONTEXT_TOKENS = 8192
+DEFAULT_CONTEXT_TOKENS = 8192
+"""Prompt and answer, if the model takes as much and nothing else is asked for."""
+
 _FAULTS = frozenset(
     reason.value
     for reason in (MissReason.TIMED_OUT, MissReason.UNAVAILABLE, MissReason.BREAKER_OPEN, MissReason.CORRUPT)
@@ -438,7 +440,7 @@ def _inside(stats: Mapping[str, object], name: str) -> list[tuple[str, object]]:
 
 def default_context_tokens(model: LoadedModel) -> int:
     """Return the tokens of prompt and answer that are offered if nothing else is asked for."""
-    return min(model.config.context_tokens, _DEFAULT_CONTEXT_TOKENS)
+    return min(model.config.context_tokens, DEFAULT_CONTEXT_TOKENS)
 
 
 def _context_tokens(model: LoadedModel, settings: EngineSettings) -> int:
@@ -450,4 +452,12 @@ def _context_tokens(model: LoadedModel, settings: EngineSettings) -> int:
     return wanted
 
 
-__all__ = ["EngineSettings", "Event", "PagedEngine", "block_bytes_of", "default_context_tokens", "layout_of"]
+__all__ = [
+    "DEFAULT_CONTEXT_TOKENS",
+    "EngineSettings",
+    "Event",
+    "PagedEngine",
+    "block_bytes_of",
+    "default_context_tokens",
+    "layout_of",
+]
