@@ -29,7 +29,7 @@ from kvstore_engine_adapter.store_watch import StoreWatch
 logger = logging.getLogger(__name__)
 
 _LEAST_BLOCKS = 2
-_LEAST_DRAIN_S = 0.25
+_LEAST_DRAIN_S = 0.1
 _CLOSE_S = 0.25
 _MAX_SALT_BYTES = 4096
 
