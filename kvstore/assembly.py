@@ -30,7 +30,7 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
         InvalidConfig: the remote tier's password cannot be had.
     """
     dram = DramTier(
-        capacity_bytes=config.dram.capacity_bytes + config.dram.staging_bytes,
+        capacity_bytes=config.dram.capacity_bytes,
         staging_bytes=config.dram.staging_bytes,
         is_locked=config.dram.lock_memory,
     )
@@ -51,12 +51,13 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
         pin_budget_ratio=config.store.pin_budget_ratio,
     )
     new_policy = policy_named(config.store.policy)
+    folders = () if config.ssd is None else config.ssd.folders
     manager = BlockManager(
         dram,
         lower,
         settings=settings,
         new_policy=new_policy,
-        epoch_file=None if config.ssd is None else EpochFile(config.ssd.path / "epochs"),
+        epoch_file=EpochFile([folder / "epochs" for folder in folders]) if folders else None,
         clock=clock,
     )
     return Store(manager, dram)
@@ -64,13 +65,21 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
 
 def _ssd_tier(config: SsdConfig) -> Tier:
     # Only a store with such a tier needs its package.
-    from kvstore_tiers.ssd import SsdTier
+    from kvstore_tiers.ssd import Numbers, SsdTier
+    from kvstore_tiers.ssd_array import SsdArray
 
-    return SsdTier(
-        config.path,
-        capacity_bytes=config.capacity_bytes,
-        io_threads=config.io_threads,
-    )
+    numbers = Numbers()
+    disks = [
+        SsdTier(
+            folder,
+            capacity_bytes=config.capacity_bytes,
+            io_threads=config.io_threads,
+            write_budget_bytes_per_day=config.write_budget_bytes_per_day,
+            numbers=numbers,
+        )
+        for folder in config.folders
+    ]
+    return disks[0] if len(disks) == 1 else SsdArray(disks)
 
 
 def _remote_tier(config: RemoteConfig, clock: Callable[[], float]) -> Tier:

@@ -232,9 +232,9 @@ def stats_plan() -> Plan[dict[str, Any]]:
     return value
 
 
-def check_plan(sample_blocks: int) -> Plan[list[str]]:
+def check_plan(session: Session, sample_blocks: int) -> Plan[list[str]]:
     """Have the server verify its invariants; one line per violation."""
-    answer = yield from _ask(Check(sample_blocks), Report)
+    answer = yield from _ask(Check(sample_blocks, _server_timeout_us(session)), Report)
     value = _load_json(answer.json)
     if not isinstance(value, list) or not all(isinstance(line, str) for line in value):
         raise ProtocolMismatch("answer: check's lines are not a JSON list of texts")
@@ -332,12 +332,37 @@ class PutTally:
 
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
-        self.stored = 0
-        self.present = 0
+        self._stored = 0
+        self._present = 0
+        self._is_certain = bytearray(blocks)
+
+    def note_lent(self, start: int, blocks: int, lent: Lent) -> None:
+        """Note what the server said of ``blocks`` blocks from position ``start``: how many are present.
+
+        Slots are lent in chain order. So what is not lent before the last lent block is present; what comes
+        after it only if there was room for every block that is missing.
+        """
+        self._present += lent.present
+        missing = [slot.position for slot in lent.slots]
+        known = missing[-1] if missing else 0
+        if len(missing) + lent.present == blocks:
+            known = blocks
+        for position in set(range(known)).difference(missing):
+            self._is_certain[start + position] = 1
+
+    def note_stored(self, start: int, written: Sequence[WrittenSlot], num_stored: int) -> None:
+        """Note how many of the written blocks were stored; the others came too late."""
+        self._stored += num_stored
+        self._present += len(written) - num_stored
+        if num_stored == len(written):
+            for slot in written:
+                self._is_certain[start + slot.position] = 1
 
     def result(self) -> PutResult:
         """Return the result of the call."""
-        return PutResult(self.stored, self.present, self._blocks - self.stored - self.present)
+        doubtful = tuple([at for at, is_certain in enumerate(self._is_certain) if not is_certain])
+        dropped = self._blocks - self._stored - self._present
+        return PutResult(self._stored, self._present, dropped, doubtful)
 
 
 def put_plan(
@@ -362,12 +387,13 @@ def put_plan(
         room = len(about.chain) - lent.present
         if len(lent.slots) > room or (lent.slots and lent.slots[-1].position >= len(about.chain)):
             raise ProtocolMismatch("answer: lent slots do not fit the request")
-        tally.present += lent.present
+        tally.note_lent(start, len(about.chain), lent)
         if lent.slots:
             yield from _write_and_commit(
                 session,
                 about,
                 lent.slots,
+                start=start,
                 payloads=payloads[start:],
                 checksums=None if checksums is None else checksums[start:],
                 tally=tally,
@@ -381,6 +407,7 @@ def _write_and_commit(
     about: ChainRef,
     slots: tuple[LentSlot, ...],
     *,
+    start: int,
     payloads: Sequence[Bytes],
     checksums: Sequence[int] | None,
     tally: PutTally,
@@ -399,8 +426,7 @@ def _write_and_commit(
             stored = yield from _ask(Commit(about, tuple(written)), Count)
             if stored.count > len(written):
                 raise ProtocolMismatch("answer: more blocks stored than were committed")
-            tally.stored += stored.count
-            tally.present += len(written) - stored.count
+            tally.note_stored(start, written, stored.count)
         unused = slots[len(written) :]
     finally:
         if unused:

@@ -312,7 +312,7 @@ class KVStore:
         """Store the blocks of ``chain``: one payload per block, or one buffer that holds all in a row.
 
         Blocks that are present are not written again. What found no room, or no server, is dropped, and so
-        is a payload whose xxh3-64 is not the one given in ``checksums``.
+        is a payload whose xxh3-64 is not the one given in ``checksums``. ``doubtful`` names those blocks.
         """
         length_bytes = self._state.length_bytes(chain, part)
         views = split_buffers(payloads, length_bytes=length_bytes, count=len(chain), what="payloads")
@@ -422,10 +422,12 @@ class KVStore:
     def check(self, sample_blocks: int = 64, *, timeout_s: float | None = None) -> list[str]:
         """Have the server verify its invariants and a sample of checksums; one line per violation.
 
+        If that takes longer than the call may, a line says that it was cut.
+
         Raises:
             ServerUnavailable: no server answers in time.
         """
-        return self._control(lambda _: calls.check_plan(sample_blocks), timeout_s)
+        return self._control(lambda session: calls.check_plan(session, sample_blocks), timeout_s)
 
     def ping(self, *, timeout_s: float | None = None) -> None:
         """Return if the server answers.

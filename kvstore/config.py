@@ -138,13 +138,34 @@ class SsdConfig:
 
     section: ClassVar[str] = "tiers.ssd"
 
-    path: Path = _required(
-        Rule("Folder for slab and index; made if absent, used by one server only.", Kind.FOLDER), Path
+    path: Path | None = _key(
+        None,
+        Rule("Folder for slab and index; made if absent, used by one server only.", Kind.FOLDER),
+    )
+    paths: tuple[Path, ...] = _key(
+        (), Rule("In place of path: several folders, one per disk; a block lies in one.", Kind.FOLDERS)
     )
     capacity_bytes: int = _required(
-        Rule("Disk space for blocks, preallocated at the start.", Kind.SIZE, _MIB, 1024 * _TIB), int
+        Rule(
+            "Disk space for blocks in each folder, preallocated at the start.", Kind.SIZE, _MIB, 1024 * _TIB
+        ),
+        int,
     )
-    io_threads: int = _key(4, Rule("Threads that read and write.", Kind.COUNT, 1, 64))
+    write_budget_bytes_per_day: int = _key(
+        0,
+        Rule(
+            "Bytes written to each folder per day; below half of it only blocks seen before. 0: no limit.",
+            Kind.SIZE,
+            0,
+            1024 * _TIB,
+        ),
+    )
+    io_threads: int = _key(4, Rule("Threads that read and write, for each folder.", Kind.COUNT, 1, 64))
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """The folders, however they were given."""
+        return self.paths or ((self.path,) if self.path is not None else ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,8 +382,7 @@ def _tables(tree: Mapping[str, object], source: str) -> dict[str, Mapping[str, o
         )
     for name, table in found.items():
         if name not in names:
-            kind = "section" if isinstance(table, Mapping) else "key outside any section"
-            raise InvalidConfig(f"{source}: unknown {kind} [{_printable(name)}]{_nearest(name, names)}")
+            raise InvalidConfig(f"{source}: {_unknown_table(name, table, names)}")
         if not isinstance(table, Mapping):
             raise InvalidConfig(f"{source}: {name}: is not a section: write [{name}] on a line of its own")
         tables[name] = table
@@ -407,6 +427,21 @@ def _printable(name: str) -> str:
     return name if name.isprintable() and len(name) <= 80 else ascii(name)[:80]
 
 
+def _unknown_table(name: str, table: object, sections: Sequence[str]) -> str:
+    """Return what is wrong with a name that is no section's, and which section was probably meant."""
+    kind = "key outside any section"
+    if isinstance(table, Mapping):
+        kind = "section"
+        # [tier.dram] is read as a table "dram" in a section "tier".
+        inner = next((key for key, value in table.items() if isinstance(value, Mapping)), None)
+        name = name if inner is None else f"{name}.{inner}"
+    # The last part says more than the whole: tier.dram is nearer to tiers.dram than to tiers.ssd.
+    by_last_part = {section.rpartition(".")[2]: section for section in sections}
+    close = difflib.get_close_matches(name.rpartition(".")[2], by_last_part, n=1)
+    hint = f"did you mean [{by_last_part[close[0]]}]?" if close else f"there are [{'], ['.join(sections)}]"
+    return f"unknown {kind} [{_printable(name)}]: {hint}"
+
+
 def _nearest(name: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f": did you mean {close[0]}?" if close else ""
@@ -414,8 +449,10 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 def _check_together(config: Config) -> None:
     """Refuse values that are fine alone and wrong together."""
-    problem = None
     store, remote = config.store, config.remote
+    problem = _ssd_problem(config.ssd)
+    if problem is not None:
+        raise InvalidConfig(f"{config.source}: {problem}")
     if store.low_water_ratio > store.high_water_ratio:
         problem = (
             f"[store] low_water_ratio: is {store.low_water_ratio:g}, above high_water_ratio"
@@ -443,6 +480,18 @@ def _remote_problem(remote: RemoteConfig) -> str | None:
             "[tiers.remote] tls_ca_file, tls_cert_file: the url is not encrypted: let it begin with rediss,"
             " or take the files out"
         )
+    return None
+
+
+def _ssd_problem(ssd: SsdConfig | None) -> str | None:
+    if ssd is None:
+        return None
+    if not ssd.folders:
+        return "[tiers.ssd] path: is missing, expected an absolute path, or paths with a list of them"
+    if ssd.path is not None and ssd.paths:
+        return "[tiers.ssd] path: paths is given too: keep one of them"
+    if len(set(ssd.folders)) < len(ssd.folders):
+        return "[tiers.ssd] paths: names a folder twice: one folder per disk"
     return None
 
 

@@ -78,10 +78,14 @@ def _kinds() -> Mapping[tuple[str, str], Kind]:
 
 
 def _plain(item: EffectiveValue) -> object:
+    if isinstance(item.value, tuple):
+        return [str(part) for part in item.value]
     return str(item.value) if isinstance(item.value, Path) else item.value
 
 
 def _toml(value: object, kind: Kind) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(_toml(item, kind) for item in value)}]"
     if kind is Kind.SIZE and isinstance(value, int):
         return f'"{size_text(value)}"'
     if isinstance(value, bool):

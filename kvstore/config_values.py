@@ -12,6 +12,7 @@ SOCKET_PATH_MAX_BYTES = 107
 
 _PORT_MAX = 65_535
 _TEXT_MAX_BYTES = 4096
+_LIST_MAX = 64
 _UNITS = {
     "": 1,
     "B": 1,
@@ -44,6 +45,7 @@ class Kind(enum.Enum):
     CHOICE = "choice"
     NAME = "text"
     FOLDER = "path"
+    FOLDERS = "list of paths"
     SOCKET = "socket path"
     URL = "URL"
 
@@ -168,6 +170,12 @@ def _read_folder(rule: Rule, raw: object) -> Path:
     return path
 
 
+def _read_folders(rule: Rule, raw: object) -> tuple[Path, ...]:
+    if not isinstance(raw, list | tuple) or len(raw) > _LIST_MAX:
+        raise BadValue(f"is {_shown(raw)}")
+    return tuple(item if isinstance(item, Path) else _read_folder(rule, item) for item in raw)
+
+
 def _read_socket(rule: Rule, raw: object) -> Path:
     path = _read_folder(rule, raw)
     length = len(str(path).encode())
@@ -222,6 +230,7 @@ _READERS = {
     Kind.CHOICE: _read_choice,
     Kind.NAME: _read_name,
     Kind.FOLDER: _read_folder,
+    Kind.FOLDERS: _read_folders,
     Kind.SOCKET: _read_socket,
     Kind.URL: _read_url,
 }
@@ -229,6 +238,7 @@ _EXPECTED = {
     Kind.FLAG: "true or false",
     Kind.NAME: f"printable text of 1 to {_TEXT_MAX_BYTES} bytes",
     Kind.FOLDER: "an absolute path",
+    Kind.FOLDERS: f"a list of absolute paths, at most {_LIST_MAX}",
     Kind.SOCKET: f"an absolute path of at most {SOCKET_PATH_MAX_BYTES} bytes",
     Kind.URL: (
         "redis://HOST:PORT/DB, unix:///PATH, redis+sentinel://HOST:PORT,HOST:PORT/DB or"

@@ -221,18 +221,37 @@ class Directory:
                         return found
         return found
 
-    def adopt(self, header: BlockHeader, tier: str) -> BlockEntry | None:
-        """File a copy that a tier holds from an earlier run; None if it contradicts what is known."""
+    def adopt(self, headers: Sequence[BlockHeader], tier: str) -> tuple[list[StorageKey], list[BlockId]]:
+        """File copies that a tier holds from an earlier run; returns their names, in the order given.
+
+        Those that contradict what is known are not filed: their blocks are returned beside.
+        """
+        names: list[StorageKey] = []
+        strangers: list[BlockId] = []
+        about: tuple[NamespaceDigest, Part, bytes, int] | None = None
+        shelf: Shelf | None = None
+        for header in headers:
+            (namespace, part, key), layout, length = header.block, header.layout, header.length_bytes
+            if (namespace, part, layout, length) != about:
+                about = (namespace, part, layout, length)
+                shelf = self._shelf_of(header)
+            if shelf is None:
+                strangers.append(header.block)
+                continue
+            entry = self.entry(shelf, key, header.parent, header.depth)
+            self.set_copy(entry, tier, Copy(CopyState.READY))
+            names.append(entry.name)
+        return names, strangers
+
+    def _shelf_of(self, header: BlockHeader) -> Shelf | None:
+        """Return the shelf that a stored block belongs on, made if need be; None if it contradicts it."""
         block = header.block
         shelf = self._shelves.get((block.namespace, block.part))
         if shelf is None:
             shelf = Shelf(block.namespace, block.part, header.layout, header.length_bytes)
             self._shelves[block.namespace, block.part] = shelf
-        if (shelf.layout, shelf.length_bytes) != (header.layout, header.length_bytes):
-            return None
-        entry = self.entry(shelf, block.key, header.parent, header.depth)
-        self.set_copy(entry, tier, Copy(CopyState.READY))
-        return entry
+        is_same = (shelf.layout, shelf.length_bytes) == (header.layout, header.length_bytes)
+        return shelf if is_same else None
 
     def find(self, name: StorageKey) -> BlockEntry | None:
         """Return the entry of a block, or None."""
@@ -256,7 +275,10 @@ class Directory:
         else:
             copy.is_counted = known.is_counted
         entry.copies[tier] = copy
-        self._update_fastest(entry)
+        if entry.fastest is None and len(entry.copies) == 1:
+            entry.fastest = tier if copy.state is CopyState.READY and tier in self._certain_tiers else None
+        else:
+            self._update_fastest(entry)
 
     def set_state(self, entry: BlockEntry, tier: str, state: CopyState) -> None:
         """Change the state of a copy that is there."""
@@ -271,7 +293,7 @@ class Directory:
         if copy.is_counted:
             self._uncount_at_parent(entry, tier)
         if gone is not None and not entry.residency():
-            self._remember_gone(entry.name, gone)
+            self.remember_gone(entry.name, gone)
         self.prune(entry)
         return copy
 
@@ -336,7 +358,8 @@ class Directory:
         else:
             self._used_bytes.pop(about, None)
 
-    def _remember_gone(self, name: StorageKey, gone: Gone) -> None:
+    def remember_gone(self, name: StorageKey, gone: Gone) -> None:
+        """Remember why a block is not stored any more."""
         self._gone[name] = gone
         self._gone.move_to_end(name)
         if len(self._gone) > GONE_RECORDS:

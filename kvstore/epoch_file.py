@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvstore.checksum import checksum
@@ -12,55 +13,85 @@ _MAX_BYTES = 1 << 20
 
 
 class EpochFile:
-    """A small file that is replaced as a whole. Methods block."""
+    """Small files with the same content, one per disk, each replaced as a whole. Methods block."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = tuple(paths)
 
     def read(self) -> dict[str, int]:
-        """Return the epoch of each model; empty if there is no file.
+        """Return the epoch of each model: the highest in any sound file; empty if there are no files.
 
         Raises:
-            CorruptBlock: the file is damaged: which blocks are out of date is then unknown.
+            CorruptBlock: there are files, and none is sound: which blocks are out of date is then unknown.
         """
-        try:
-            data = self._path.read_bytes()
-        except FileNotFoundError:
-            return {}
-        except OSError as error:
-            raise CorruptBlock(f"{self._path}: cannot be read: {error.strerror}") from error
-        try:
-            head, _, body = data[:_MAX_BYTES].partition(b"\n")
-            tree = json.loads(body)
-            is_sound = head.decode() == f"{_MAGIC} {checksum(body):016x}"
-            epochs = {str(model): int(epoch) for model, epoch in tree.items()}
-        except (ValueError, AttributeError, TypeError) as error:
-            raise CorruptBlock(f"{self._path}: is damaged: {error}") from error
-        if not is_sound:
-            raise CorruptBlock(f"{self._path}: is damaged: its checksum does not match")
+        epochs: dict[str, int] = {}
+        failed: CorruptBlock | None = None
+        num_sound = 0
+        for path in self._paths:
+            try:
+                found = _read(path)
+            except CorruptBlock as error:
+                failed = error
+                continue
+            if found is not None:
+                num_sound += 1
+                epochs |= {model: max(epoch, epochs.get(model, 0)) for model, epoch in found.items()}
+        if failed is not None and not num_sound:
+            raise failed
         return epochs
 
     def write(self, epochs: dict[str, int]) -> None:
-        """Replace the file durably.
+        """Replace the files durably.
 
         Raises:
-            TierUnavailable: it cannot be written.
+            TierUnavailable: none can be written.
         """
-        body = json.dumps(epochs, sort_keys=True).encode()
-        draft = self._path.with_suffix(".new")
-        try:
-            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(fd, "wb") as file:
-                file.write(f"{_MAGIC} {checksum(body):016x}\n".encode() + body)
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(self._path)
-            folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        failed: OSError | None = None
+        num_written = 0
+        for path in self._paths:
             try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-        except OSError as error:
+                _replace(path, epochs)
+            except OSError as error:
+                failed = error
+            else:
+                num_written += 1
+        if failed is not None and not num_written:
             raise TierUnavailable(
-                f"{self._path}: the epochs cannot be kept: {error.strerror}: make room, or let us write there"
-            ) from error
+                f"{failed.filename or self._paths[0]}: the epochs cannot be kept: {failed.strerror}: "
+                "make room, or let us write there"
+            ) from failed
+
+
+def _read(path: Path) -> dict[str, int] | None:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CorruptBlock(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        head, _, body = data[:_MAX_BYTES].partition(b"\n")
+        tree = json.loads(body)
+        is_sound = head.decode() == f"{_MAGIC} {checksum(body):016x}"
+        epochs = {str(model): int(epoch) for model, epoch in tree.items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise CorruptBlock(f"{path}: is damaged: {error}") from error
+    if not is_sound:
+        raise CorruptBlock(f"{path}: is damaged: its checksum does not match")
+    return epochs
+
+
+def _replace(path: Path, epochs: dict[str, int]) -> None:
+    body = json.dumps(epochs, sort_keys=True).encode()
+    draft = path.with_suffix(".new")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(f"{_MAGIC} {checksum(body):016x}\n".encode() + body)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -2,19 +2,25 @@
 
 Ending an epoch makes every block of the model's older namespaces unreachable at once, in all tiers, since no
 lookup of such a namespace is answered any more. Their space is reclaimed bit by bit afterwards. Nodes that
-share a tier which can hold epochs (Redis) learn of it there, within POLL_S while that tier answers.
+share a remote tier learn of it there, within POLL_S while that tier answers.
 """
 
 import asyncio
+import hashlib
 import logging
+import struct
+from collections.abc import Sequence
 
+from kvstore.checksum import checksum
 from kvstore.directory import BlockEntry
 from kvstore.epoch_file import EpochFile
 from kvstore.errors import CorruptBlock
+from kvstore.keys import BlockKey, NamespaceDigest
+from kvstore.layout import Part
 from kvstore.miss import MissReason
 from kvstore.space import Space
 from kvstore.state import State
-from kvstore.tier import SharesEpochs
+from kvstore.tier import BlockHeader, BlockId, Medium, ReadRequest, ReadStatus, Tier, WriteRequest
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +28,32 @@ POLL_S = 0.25
 """How often epochs of other nodes are asked for, and stale blocks reclaimed."""
 
 _RECLAIM_BLOCKS = 64
+_MAX_MODELS = 256
+_MAX_EPOCH = (1 << 63) - 1
+_RECORD = struct.Struct("<8sQ")
+_MAGIC = b"KVEPOCH1"
+_LAYOUT = hashlib.sha256(b"kvstore.epoch.record.1").digest()
+_NAMESPACE = NamespaceDigest(hashlib.sha256(b"kvstore.epochs").digest())
 _SHARE_TIMEOUT_S = 1.0
+
+
+def epoch_record_id(model: str) -> BlockId:
+    """Return the name under which the remote tier holds a model's epoch: like a block, header and all."""
+    key = BlockKey(hashlib.sha256(_NAMESPACE + model.encode()).digest())
+    return BlockId(_NAMESPACE, Part(0, 1, 0, 1), key)
+
+
+def _record(model: str, epoch: int) -> WriteRequest:
+    payload = _RECORD.pack(_MAGIC, epoch)
+    header = BlockHeader(
+        block=epoch_record_id(model),
+        parent=BlockKey(_NAMESPACE),
+        depth=0,
+        layout=_LAYOUT,
+        length_bytes=len(payload),
+        checksum=checksum(payload),
+    )
+    return WriteRequest(header, memoryview(payload))
 
 
 class EpochKeeper:
@@ -75,16 +106,33 @@ class EpochKeeper:
             await self._keep()
 
     async def _share(self) -> None:
-        """Exchange epochs with every tier that can hold them: the higher one wins on both sides."""
+        """Exchange epochs with the remote tier: the higher one wins on both sides."""
         directory = self._state.directory
+        models = {space.model for space in directory.namespaces()[-_MAX_MODELS:]} | set(directory.epochs())
         for tier in self._state.lower:
-            if not isinstance(tier, SharesEpochs) or not tier.health().is_up:
+            if tier.medium is not Medium.REMOTE or not models or not tier.health().is_up:
                 continue
-            models = {space.model for space in directory.namespaces()} | set(directory.epochs())
-            known = {model: directory.epoch(model) for model in models}
             deadline_s = self._state.clock() + _SHARE_TIMEOUT_S
-            for model, epoch in (await tier.exchange_epochs(known, deadline_s=deadline_s)).items():
-                directory.raise_epoch(model, epoch)
+            await self._exchange(tier, sorted(models), deadline_s)
+
+    async def _exchange(self, tier: Tier, models: Sequence[str], deadline_s: float) -> None:
+        directory = self._state.directory
+        requests = [
+            ReadRequest(epoch_record_id(model), _LAYOUT, _RECORD.size, memoryview(bytearray(_RECORD.size)))
+            for model in models
+        ]
+        outcomes = await tier.read(requests, deadline_s=deadline_s)
+        behind: list[WriteRequest] = []
+        for model, request, outcome in zip(models, requests, outcomes, strict=True):
+            stored = 0
+            if outcome.status is ReadStatus.OK:
+                _, stored = _RECORD.unpack(request.buffer)
+                directory.raise_epoch(model, min(stored, _MAX_EPOCH))
+            is_known = outcome.status in (ReadStatus.OK, ReadStatus.ABSENT, ReadStatus.CORRUPT)
+            if is_known and directory.epoch(model) > stored:
+                behind.append(_record(model, directory.epoch(model)))
+        if behind:
+            await tier.write(behind, deadline_s=deadline_s)
 
     async def _keep(self) -> None:
         if self._file is not None:

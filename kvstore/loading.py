@@ -11,8 +11,9 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvstore.directory import BlockEntry, Copy, CopyState, Shelf
+from kvstore.directory import BlockEntry, Copy, CopyState, Gone, Shelf
 from kvstore.keys import BlockKey, PrefixChain
+from kvstore.log_limit import LimitedWarning
 from kvstore.miss import MissReason
 from kvstore.space import Space
 from kvstore.state import State
@@ -22,6 +23,9 @@ WriteThrough = Callable[..., None]
 """`Mover.write_through`."""
 
 logger = logging.getLogger(__name__)
+
+_TAIL_BLOCKS = 16
+"""How many blocks at the end of a chain are given up at a time for those at its start."""
 
 MISS_REASONS = {
     ReadStatus.ABSENT: MissReason.EVICTED,
@@ -50,6 +54,7 @@ class Loader:
         self._space = space
         self._write_through = write_through
         self._tasks: set[asyncio.Task[None]] = set()
+        self._damage = LimitedWarning(logger, clock=state.clock)
 
     async def stop(self, *, timeout_s: float) -> bool:
         """Wait for loads under way: their buffers are in use until they end. False if time ran out."""
@@ -72,7 +77,8 @@ class Loader:
         state = self._state
         found: dict[BlockKey, tuple[Tier, str]] = {}
         trouble: MissReason | None = None
-        unknown = [key for key in chain.keys if not _is_certain(shelf.entries.get(key))]
+        down = state.down_tiers()
+        unknown = [key for key in chain.keys if not state.is_certain(shelf.entries.get(key), down)]
         for tier in state.lower:
             if not tier.is_shared or not unknown:
                 continue
@@ -108,13 +114,14 @@ class Loader:
         """Return the leading blocks that are stored, making entries for those only a probe has found."""
         state = self._state
         lower = {tier.name: tier for tier in state.lower}
+        down = state.down_tiers()
         located: list[Located] = []
         parent = chain.parent or BlockKey(chain.namespace)
         for index, key in enumerate(chain.keys):
             entry = shelf.entries.get(key)
-            if entry is not None and _is_certain(entry):
-                name = entry.fastest or entry.loading_origin
-                located.append(Located(entry, lower.get(entry.fastest or ""), name))
+            if entry is not None and state.is_certain(entry, down):
+                name = state.fastest(entry, down)
+                located.append(Located(entry, lower.get(name or ""), name or entry.loading_origin))
             elif key in probed:
                 tier, name = probed[key]
                 entry = state.directory.entry(shelf, key, parent, chain.start + index)
@@ -125,18 +132,22 @@ class Loader:
         return located
 
     async def load(
-        self, shelf: Shelf, located: Sequence[Located], *, deadline_s: float
+        self, shelf: Shelf, located: Sequence[Located], held: list[BlockEntry], *, deadline_s: float
     ) -> tuple[int, MissReason | None]:
         """Make located blocks, which the caller holds, READY in the top tier.
 
-        Returns how many leading ones are READY now, and why the next one is not.
+        Returns how many leading ones are READY now, and why the next one is not. Where there is no room for
+        all, the last ones are let go of, so that they make room for the first.
         """
         state = self._state
+        located, num_asked = list(located), len(located)
         wanted = [item for item in located if self._needs_load(item.entry)]
         within = len(wanted)
         if wanted:
             within = await self._space.fit_quota_on_top(shelf, len(wanted), deadline_s=deadline_s)
-            await self._start_loads_as_room_comes(shelf, wanted[:within], deadline_s)
+            await self._start_loads_as_room_comes(
+                shelf, wanted[:within], located, held, deadline_s=deadline_s
+            )
         loads = [item.entry.loading for item in located]
         waiting = [load for load in loads if load is not None]
         if waiting:
@@ -149,31 +160,70 @@ class Loader:
             if load is None:
                 return index, MissReason.NO_ROOM if within == len(wanted) else MissReason.QUOTA
             return index, _miss_reason(load.result()) if load.done() else MissReason.TIMED_OUT
-        return len(located), None
+        return len(located), None if len(located) == num_asked else MissReason.NO_ROOM
 
     def _needs_load(self, entry: BlockEntry) -> bool:
         # A damaged top copy that somebody still leases keeps its slot, and the block from being loaded.
         return self._state.top.name not in entry.copies and entry.loading is None
 
     async def _start_loads_as_room_comes(
-        self, shelf: Shelf, wanted: Sequence[Located], deadline_s: float
+        self,
+        shelf: Shelf,
+        wanted: Sequence[Located],
+        located: list[Located],
+        held: list[BlockEntry],
+        *,
+        deadline_s: float,
     ) -> None:
-        """Start what fits at once, and the rest as blocks leave, until the deadline."""
-        space, length = self._space, shelf.length_bytes
+        """Start what fits at once, and the rest as blocks leave; half of the time is kept for reading."""
+        space, length, namespace = self._space, shelf.length_bytes, shelf.namespace
         now_s = self._state.clock()
-        await space.make_room_on_top(length, len(wanted), deadline_s=now_s, by=shelf.namespace)
-        self._start_loads(shelf, wanted, deadline_s)
-        while rest := [item for item in wanted if self._needs_load(item.entry)]:
-            if not await space.make_room_on_top(length, 1, deadline_s=deadline_s, by=shelf.namespace):
+        room_deadline_s = now_s + (deadline_s - now_s) / 2
+        await space.make_room_on_top(length, len(wanted), deadline_s=now_s, by=namespace)
+        started = self._start_loads(shelf, wanted, deadline_s)
+        while True:
+            # Nothing is read twice: what was started and failed stays missing.
+            kept = {id(item) for item in located}
+            rest = [
+                item
+                for item in wanted
+                if id(item) in kept and item.entry not in started and self._needs_load(item.entry)
+            ]
+            if not rest:
                 return
-            self._start_loads(shelf, rest, deadline_s)
+            is_tail_left = self._let_tail_go(located, held, rest)
+            patience_s = now_s if is_tail_left else room_deadline_s
+            has_room = await space.make_room_on_top(length, 1, deadline_s=patience_s, by=namespace)
+            if not has_room and not is_tail_left:
+                return
+            started |= self._start_loads(shelf, rest, deadline_s)
 
-    def _start_loads(self, shelf: Shelf, wanted: Sequence[Located], deadline_s: float) -> None:
-        """Give as many leading blocks as there is room for a slot, and read them from where they are."""
+    def _let_tail_go(self, located: list[Located], held: list[BlockEntry], rest: Sequence[Located]) -> bool:
+        """Let go of the last blocks of a chain in favour of earlier ones; False if none there is on top."""
+        top = self._state.top.name
+        waiting = {id(item) for item in rest}
+        num_on_top, cut = 0, len(located)
+        while cut > 0 and num_on_top < min(_TAIL_BLOCKS, len(waiting)) and located[cut - 1] is not rest[0]:
+            cut -= 1
+            waiting.discard(id(located[cut]))
+            num_on_top += located[cut].entry.is_ready(top)
+        if not num_on_top:
+            return False
+        for item in located[cut:]:
+            held.remove(item.entry)
+            self._state.let_go(item.entry)
+        del located[cut:]
+        return True
+
+    def _start_loads(self, shelf: Shelf, wanted: Sequence[Located], deadline_s: float) -> set[BlockEntry]:
+        """Give as many leading blocks as there is room for a slot, and read them from where they are.
+
+        Returns those whose load was started.
+        """
         state = self._state
         # Room was made across an await: others may have loaded the block, or taken the room.
         todo = list({item.entry: item for item in wanted if self._needs_load(item.entry)}.values())
-        slots = state.take_slots(shelf.length_bytes, len(todo))
+        slots = state.take_load_slots(shelf.length_bytes, len(todo))
         by_source: dict[str, list[tuple[Located, Slot]]] = {}
         for item, slot in zip(todo, slots, strict=False):
             assert item.source is not None, "a block that needs a load has no source"
@@ -189,6 +239,7 @@ class Loader:
                 task = asyncio.create_task(self._run_load(shelf, part, patience_s))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
+        return {item.entry for batch in by_source.values() for item, _ in batch}
 
     async def _run_load(self, shelf: Shelf, batch: list[tuple[Located, Slot]], deadline_s: float) -> None:
         """Read one batch from one tier and settle every block of it, whatever happens."""
@@ -250,18 +301,17 @@ class Loader:
         is_gone = status in (ReadStatus.ABSENT, ReadStatus.CORRUPT, ReadStatus.MISMATCH)
         if is_gone:
             state.forget_belief(entry.name, source.name)
+            if source.is_shared:
+                gone = Gone(MISS_REASONS[status], source.name, state.clock())
+                state.directory.remember_gone(entry.name, gone)
         if is_gone and entry.is_ready(source.name):
             state.forget_copy(entry, source.name, MISS_REASONS[status])
         if status in (ReadStatus.CORRUPT, ReadStatus.MISMATCH):
             state.counters.corrupt[source.name] += 1
-            logger.warning("%s: a stored block is %s: not served", source.name, status.value)
+            name = entry.key.hex()[:12]
+            self._damage.warn("%s: block %s is %s there: not served", source.name, name, status.value)
 
 
 def _miss_reason(outcome: ReadOutcome) -> MissReason:
     # An entry that was READY and left again before its reader looked was evicted.
     return outcome.reason or MISS_REASONS.get(outcome.status, MissReason.EVICTED)
-
-
-def _is_certain(entry: BlockEntry | None) -> bool:
-    """Whether a block is known to be stored, or on its way into the top tier, without asking anyone."""
-    return entry is not None and (entry.fastest is not None or entry.loading is not None)

@@ -12,6 +12,7 @@ from kvstore.epoch_file import EpochFile
 from kvstore.epochs import EpochKeeper
 from kvstore.errors import InvalidRequest
 from kvstore.explain import explain
+from kvstore.garbage import garbage_collection_paused
 from kvstore.inspection import check_manager, check_top_copies
 from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
@@ -20,6 +21,7 @@ from kvstore.miss import MissReason
 from kvstore.mover import Mover
 from kvstore.policy import EvictionPolicy, LruPolicy
 from kvstore.putting import Putter
+from kvstore.recency import Uses
 from kvstore.results import BlockReport, Fetched, FetchedBlock, LeaseId, Owner, PrefixMatch, Reserved
 from kvstore.space import Space
 from kvstore.state import ManagerSettings, State, WriteMode
@@ -28,9 +30,11 @@ from kvstore.tier import Slot, SlotTier, Tier
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0
-_TOUCHES = 65_536
 _SWEEP_S = 0.25
 """How often expired leases are looked for when no call does it."""
+
+_STUCK_AFTER_S = 1.0
+"""How long ``close`` waits for moves under way before it leaves them to their tier, which abandons them."""
 
 
 class BlockManager:
@@ -73,6 +77,7 @@ class BlockManager:
         self._space = Space(self._state, self._mover)
         self._loader = Loader(self._state, self._space, self._mover.write_through)
         self._epochs = EpochKeeper(self._state, self._space, epoch_file)
+        self._uses = Uses(self._state)
         self._maintenance: list[asyncio.Task[None]] = []
         self._closing: asyncio.Future[None] | None = None
         self._putter = Putter(self._state, self._space, self._mover, self._note_fill)
@@ -117,9 +122,10 @@ class BlockManager:
         for task in self._maintenance:
             task.cancel()
         await asyncio.gather(*self._maintenance, return_exceptions=True)
-        await self._mover.stop()
+        await self._mover.stop(patience_s=_CLOSE_S)
         if not await self._loader.stop(timeout_s=_CLOSE_S):
             logger.warning("closing: loads have not ended after %g s: abandoned", _CLOSE_S)
+        await self._uses.tell()
         for tier in reversed(self._state.all_tiers()):
             closing = asyncio.ensure_future(tier.close())
             await asyncio.wait([closing], timeout=_CLOSE_S)
@@ -154,10 +160,10 @@ class BlockManager:
         state = self._state
         shelf = state.directory.shelf(chain.namespace, part)
         tiers: list[str] = []
-        entries = shelf.entries
+        entries, down = shelf.entries, state.down_tiers()
         for key in chain.keys:
             entry = entries.get(key)
-            if entry is None or entry.fastest is None:
+            if entry is None or entry.fastest is None or entry.fastest in down:
                 break
             tiers.append(entry.fastest)
         reason = None
@@ -396,13 +402,11 @@ class BlockManager:
         if not is_trusted:
             await tier.drop([header.block for header in headers])
             return
-        strangers = []
-        for header in headers:
-            entry = state.directory.adopt(header, tier.name)
-            if entry is None:
-                strangers.append(header.block)
-            else:
-                state.policies[tier.name].insert([entry.name])
+        with garbage_collection_paused():
+            names, strangers = state.directory.adopt(headers, tier.name)
+            if names:
+                # One "chain" whose first block is the most recently used: policies insert from the back.
+                state.policies[tier.name].insert(names[::-1])
         if strangers:
             logger.warning("%s: %d blocks contradict their namespace: dropped", tier.name, len(strangers))
             await tier.drop(strangers)
@@ -412,14 +416,17 @@ class BlockManager:
     ) -> tuple[list[str], MissReason | None]:
         probed, trouble = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
         tiers: list[str] = []
+        state, down = self._state, self._state.down_tiers()
         for key in chain.keys:
             entry = shelf.entries.get(key)
-            if entry is not None and entry.fastest is not None:
-                tiers.append(entry.fastest)
+            fastest = None if entry is None else state.fastest(entry, down)
+            if fastest is not None:
+                tiers.append(fastest)
             elif key in probed:
                 tiers.append(probed[key][1])
             else:
-                gone = self._state.directory.why_gone(shelf.name(key))
+                is_down = entry is not None and entry.fastest is not None
+                gone = MissReason.UNAVAILABLE if is_down else state.directory.why_gone(shelf.name(key))
                 return tiers, trouble or gone
         return tiers, None
 
@@ -439,8 +446,11 @@ class BlockManager:
             for item in located[before:]:
                 state.hold(item.entry, held)
             if len(located) < len(chain):
-                reason = trouble or state.directory.why_gone(shelf.name(chain.keys[len(located)]))
-        num_ready, load_reason = await self._loader.load(shelf, located, deadline_s=deadline_s)
+                missing = shelf.entries.get(chain.keys[len(located)])
+                is_down = missing is not None and missing.fastest is not None
+                gone = state.directory.why_gone(shelf.name(chain.keys[len(located)]))
+                reason = trouble or (MissReason.UNAVAILABLE if is_down else gone)
+        num_ready, load_reason = await self._loader.load(shelf, located, held, deadline_s=deadline_s)
         return [item.origin for item in located[:num_ready]], load_reason or reason
 
     def _all_on_top(self, shelf: Shelf, chain: PrefixChain) -> list[BlockEntry] | None:
@@ -498,8 +508,7 @@ class BlockManager:
         names = [entry.name for entry in entries]
         for policy in state.policies.values():
             policy.touch(names)
-        if len(state.touched) < _TOUCHES:
-            state.touched.update(dict.fromkeys(reversed(names)))
+        self._uses.note(entries)
         if state.settings.write_mode is WriteMode.SECOND_HIT:
             self._mover.write_through(entries)
 
@@ -532,23 +541,16 @@ class BlockManager:
             await asyncio.sleep(_SWEEP_S)
             try:
                 self.expire()
-                await self._pass_on_uses()
+                self._doubt_tiers_that_are_down()
+                await self._uses.tell()
             except Exception:
-                logger.exception("ending expired leases or passing on uses failed")
+                logger.exception("ending expired leases, or telling tiers of uses, failed")
 
-    async def _pass_on_uses(self) -> None:
-        """Tell lower tiers of uses, for recency after a restart; doubt shared ones that are down."""
-        state = self._state
-        touched, state.touched = state.touched, {}
-        entries = [entry for name in touched if (entry := state.directory.find(name)) is not None]
-        for tier in state.lower:
-            if tier.is_shared:
-                if tier.name in state.beliefs and not tier.health().is_up:
-                    state.beliefs[tier.name].clear()
-                continue
-            used = [entry.block for entry in entries if entry.is_ready(tier.name)]
-            if used:
-                await tier.touch(used)
+    def _doubt_tiers_that_are_down(self) -> None:
+        """Believe nothing of a shared tier that may have lost everything meanwhile."""
+        for tier in self._state.lower:
+            if tier.name in self._state.beliefs and not tier.health().is_up:
+                self._state.beliefs[tier.name].clear()
 
     def expire(self) -> None:
         """End leases and lendings that are past their deadline; runs by itself several times a second."""

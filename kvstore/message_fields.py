@@ -126,7 +126,12 @@ class ChainRef:
 
     @classmethod
     def from_wire(cls, values: Values) -> Self:
-        """Return the checked chain."""
+        """Return the checked chain.
+
+        Raises:
+            ProtocolMismatch: the values are no chain.
+            InvalidRequest: two of its keys are equal.
+        """
         namespace, block_tokens, start, parent, blob, part = values
         keys = byte_string(blob, "keys", high=MAX_KEYS * KEY_BYTES, step=KEY_BYTES)
         packed = byte_string(part, "part", high=8)
@@ -140,9 +145,11 @@ class ChainRef:
                 if parent is None
                 else BlockKey(byte_string(parent, "parent", low=KEY_BYTES, high=KEY_BYTES)),
             )
-            return cls(chain, Part.unpack(packed) if packed else None)
+            about = cls(chain, Part.unpack(packed) if packed else None)
         except (InvalidRequest, InvalidLayout) as error:
             raise ProtocolMismatch(f"message: {error}") from error
+        chain.require_distinct()
+        return about
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,12 @@ def encode_message(message: Request | Answer, request_id: int) -> bytes:
 
 
 def decode_request(frame: Frame) -> Request:
-    """Return the request in a frame. Raises ProtocolMismatch if it is none, or malformed."""
+    """Return the request in a frame.
+
+    Raises:
+        ProtocolMismatch: it is none, or malformed.
+        InvalidRequest: it is well-formed and names a block twice.
+    """
     kind = _REQUESTS.get(frame.kind)
     if kind is None:
         raise ProtocolMismatch(f"message: unknown request kind {frame.kind}")

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from kvstore.checksum import checksum
 from kvstore.directory import BlockEntry, Copy, CopyState
 from kvstore.keys import NamespaceDigest
+from kvstore.log_limit import LimitedWarning
 from kvstore.miss import MissReason
 from kvstore.space import Space
 from kvstore.state import State
@@ -77,6 +78,7 @@ class Mover:
         self._workers: list[asyncio.Task[None]] = []
         self._space = Space(state, self)
         self._progress = asyncio.Event()
+        self._damage = LimitedWarning(logger, clock=state.clock)
 
     def start(self) -> None:
         """Start the workers."""
@@ -84,11 +86,15 @@ class Mover:
             self._queues[tier.name] = WriteQueue(self._state.settings.write_queue_blocks)
             self._workers.append(asyncio.create_task(self._run(tier), name=f"mover-{tier.name}"))
 
-    async def stop(self) -> None:
-        """Stop the workers; what still waits is dropped and counted."""
+    async def stop(self, *, patience_s: float) -> None:
+        """Stop the workers; what still waits is dropped and counted.
+
+        A worker whose tier has not answered after ``patience_s`` seconds ends when the tier is closed.
+        """
         for worker in self._workers:
             worker.cancel()
-        await asyncio.gather(*self._workers, return_exceptions=True)
+        if self._workers:
+            await asyncio.wait(self._workers, timeout=patience_s)
         self._workers.clear()
         for name, queue in self._queues.items():
             if len(queue):
@@ -248,10 +254,10 @@ class Mover:
     def _condemn(self, entry: BlockEntry, slot: Slot) -> None:
         """Drop a top copy whose bytes no longer match their checksum."""
         state = self._state
+        if not entry.is_ready(state.top.name):
+            return  # another tier's worker found it before
         state.counters.corrupt[state.top.name] += 1
-        logger.warning(
-            "%s: a block's bytes in slot %s do not match their checksum: dropped", state.top.name, slot
-        )
+        self._damage.warn("%s: the bytes in slot %s do not match their checksum", state.top.name, slot)
         state.quarantine_top(entry)
 
     def _settle(self, tier: Tier, entry: BlockEntry, status: WriteStatus) -> None:

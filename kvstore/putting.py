@@ -176,13 +176,12 @@ class Putter:
                 )
 
     def _missing(self, shelf: Shelf, chain: PrefixChain) -> list[int]:
-        entries = shelf.entries
-        missing: list[int] = []
-        for index, key in enumerate(chain.keys):
-            entry = entries.get(key)
-            if entry is None or (entry.fastest is None and entry.loading is None):
-                missing.append(index)
-        return missing
+        entries, down = shelf.entries, self._state.down_tiers()
+        return [
+            index
+            for index, key in enumerate(chain.keys)
+            if not self._state.is_certain(entries.get(key), down)
+        ]
 
     def _touch(self, shelf: Shelf, chain: PrefixChain, num_blocks: int) -> None:
         entries = shelf.entries

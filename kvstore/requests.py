@@ -4,7 +4,7 @@ import struct
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Self
 
-from kvstore.errors import InvalidLayout, ProtocolMismatch
+from kvstore.errors import InvalidLayout, InvalidRequest, ProtocolMismatch
 from kvstore.keys import Namespace
 from kvstore.layout import MAX_BLOCK_BYTES, KVLayout
 from kvstore.message_fields import (
@@ -135,7 +135,10 @@ class Release:
             return cls(lease)
         if not isinstance(corrupt, tuple) or len(corrupt) != ChainRef.FIELDS:
             raise ProtocolMismatch("message: a corrupt block is not named by a chain")
-        return cls(lease, ChainRef.from_wire(corrupt))
+        try:
+            return cls(lease, ChainRef.from_wire(corrupt))
+        except InvalidRequest as error:  # nobody waits for an answer that could say so
+            raise ProtocolMismatch(f"message: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,20 +236,24 @@ class Stats(EmptyMessage):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Verify the store's invariants and a sample of checksums."""
+    """Verify the store's invariants and a sample of checksums, as far as time allows."""
 
     KIND: ClassVar[int] = 12
     sample_blocks: int
+    timeout_us: int
 
     def to_wire(self) -> Values:
-        """Return the sample's size."""
-        return (self.sample_blocks,)
+        """Return the sample's size and the time."""
+        return (self.sample_blocks, self.timeout_us)
 
     @classmethod
     def from_wire(cls, values: Values) -> Self:
         """Return the checked request."""
-        count_fields(values, 1, "check")
-        return cls(integer(values[0], 0, 1_000_000, "sample_blocks"))
+        count_fields(values, 2, "check")
+        return cls(
+            integer(values[0], 0, 1_000_000, "sample_blocks"),
+            integer(values[1], 0, MAX_TIMEOUT_US, "timeout"),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,11 +71,16 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """How many blocks of a put were stored, were there already, or were dropped for want of room."""
+    """How many blocks of a put were stored, were there already, or were dropped for want of room.
+
+    ``doubtful`` are the positions in the chain of all blocks that are not known to be stored: every dropped
+    one, and those of which the server does not say which of them it dropped.
+    """
 
     stored: int
     present: int
     dropped: int
+    doubtful: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

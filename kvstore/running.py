@@ -29,21 +29,23 @@ async def serving(
         TierUnavailable: a tier cannot be opened.
     """
     store = assemble(config)
-    await store.manager.open()
+    server = StoreServer(
+        store.manager, socket_path=socket_path, max_connections=config.server.max_connections
+    )
+    # First the socket: where another server has it, no folder of a tier is made or touched.
+    await server.listen()
     try:
-        server = StoreServer(
-            store.manager,
-            store.dram.arena.fd,
-            socket_path=socket_path,
-            max_connections=config.server.max_connections,
-        )
-        await server.start()
+        await store.manager.open()
         try:
-            yield server
+            server.start(store.dram.arena.fd)
+            try:
+                yield server
+            finally:
+                await server.stop()
         finally:
-            await server.stop()
+            await store.manager.close()
     finally:
-        await store.manager.close()
+        await server.stop()
 
 
 OpenServer = Callable[[], AbstractAsyncContextManager[StoreServer]]

@@ -2,50 +2,47 @@
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import socket
-import stat
 import struct
-from collections.abc import AsyncIterator
 from pathlib import Path
 
-from kvstore.errors import InvalidConfig, ProtocolMismatch, ServerUnavailable
+from kvstore.errors import ProtocolMismatch, ServerUnavailable
+from kvstore.late_work import LateWork
 from kvstore.log_limit import LimitedWarning
 from kvstore.manager import BlockManager
 from kvstore.messages import INSTANCE_BYTES, Failed, Hello, Welcome, decode_request, encode_message
 from kvstore.server_address import parse_address
+from kvstore.server_socket import BACKLOG, listening_socket
 from kvstore.serving import MAX_IN_FLIGHT, Connection, ServerCounters
 from kvstore.wire import FrameDecoder
 
 logger = logging.getLogger(__name__)
 
 _GREETING_TIMEOUT_S = 5.0
-_BACKLOG = 128
-_START_TRIES = 200
-_START_PAUSE_S = 0.01
 _ACCEPT_PAUSE_S = 0.1
+_LATE_S = 2.0
 _PEER = struct.Struct("3i")
 
 
 class StoreServer:
     """Serves one manager on one event loop.
 
-    The manager is opened before and closed after by whoever owns it. ``arena_fd`` is the top tier's memfd,
-    sent to every client (None: clients can neither fetch nor put); it stays the caller's.
+    ``listen`` takes the socket before anything of the store is touched; until ``start``, whoever connects is
+    told at once that the store is starting. The manager is opened between the two and closed after ``stop``
+    by whoever owns it.
     """
 
     def __init__(
         self,
         manager: BlockManager,
-        arena_fd: int | None,
         *,
         socket_path: str | os.PathLike[str] | None = None,
         max_connections: int = 256,
     ) -> None:
         self._manager = manager
-        self._arena_fd = arena_fd
+        self._arena_fd: int | None = None
         self._socket_path = socket_path
         self._max_connections = max_connections
         self._instance = os.urandom(INSTANCE_BYTES)
@@ -54,13 +51,15 @@ class StoreServer:
         self._accepting: asyncio.Task[None] | None = None
         self._greetings: set[asyncio.Task[None]] = set()
         self._connections: set[Connection] = set()
+        self._is_started = False
         self._is_stopping = False
+        self._late_work = LateWork()
         self._malformed = LimitedWarning(logger)
         self._refusals = LimitedWarning(logger)
         self.counters = ServerCounters()
 
-    async def start(self) -> None:
-        """Listen on the socket, made with mode 0600. A stale socket file is replaced.
+    async def listen(self) -> None:
+        """Listen on the socket, made with mode 0600, its folder with 0700. A stale socket file is replaced.
 
         Raises:
             InvalidConfig: the path is too long, is no socket, its folder cannot be used, or another server
@@ -69,10 +68,19 @@ class StoreServer:
         if self._socket_path is None:
             return
         path = parse_address(self._socket_path)
-        self._listener = await _listen(path)
+        self._listener = await listening_socket(path)
         self._bound = (path, path.stat())
         self._accepting = asyncio.create_task(self._accept(self._listener), name="server-accept")
         logger.info("server: listening on %s", path)
+
+    def start(self, arena_fd: int | None) -> None:
+        """Let clients in, the manager being open.
+
+        ``arena_fd`` is the top tier's memfd, sent to every client (None: clients can neither fetch nor put);
+        it stays the caller's.
+        """
+        self._arena_fd = arena_fd
+        self._is_started = True
 
     def serve_socket(self, sock: socket.socket) -> None:
         """Serve a connected socket, one end of a pair. Takes it over; call it on the loop's thread."""
@@ -108,6 +116,7 @@ class StoreServer:
         for connection in list(self._connections):
             connection.abort()
         await asyncio.sleep(0)
+        await self._late_work.close(patience_s=_LATE_S)
 
     def _unlisten(self) -> None:
         bound, self._bound = self._bound, None
@@ -164,6 +173,7 @@ class StoreServer:
             decoder,
             counters=self.counters,
             malformed=self._malformed,
+            late_work=self._late_work,
             on_end=self._connections.discard,
         )
         self._connections.add(connection)
@@ -182,9 +192,11 @@ class StoreServer:
             return ServerUnavailable(
                 f"server: {self._max_connections} clients are connected, none more: raise max_connections"
             )
-        if len(self._greetings) > _BACKLOG:
-            return ServerUnavailable(f"server: {_BACKLOG} clients are greeting at once, none more")
-        return ServerUnavailable("server: stopping") if self._is_stopping else None
+        if len(self._greetings) > BACKLOG:
+            return ServerUnavailable(f"server: {BACKLOG} clients are greeting at once, none more")
+        if self._is_stopping:
+            return ServerUnavailable("server: stopping")
+        return None if self._is_started else ServerUnavailable("server: starting: its tiers are being opened")
 
     def _refuse(self, sock: socket.socket, error: ServerUnavailable | ProtocolMismatch) -> None:
         if isinstance(error, ServerUnavailable):
@@ -216,75 +228,3 @@ class StoreServer:
         frame = encode_message(Welcome(self._instance, arena_bytes, MAX_IN_FLIGHT), 0)
         # The buffer of a fresh socket holds far more than this frame, so it goes out whole.
         socket.send_fds(sock, [frame], [self._arena_fd])
-
-
-async def _listen(path: Path) -> socket.socket:
-    """Return a listening socket at ``path``, private from its first moment."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        async with _folder_lock(path.parent):
-            _remove_stale(path)
-            listener.bind(os.fspath(path))
-            # Nobody can connect before listen(), so nobody connects before the mode is set.
-            _make_private(path)
-            listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise InvalidConfig(
-            f"socket {path}: cannot be made: {error.strerror or error}: its folder must exist and be writable"
-        ) from error
-    except BaseException:
-        listener.close()
-        raise
-    listener.setblocking(False)
-    return listener
-
-
-@contextlib.asynccontextmanager
-async def _folder_lock(folder: Path) -> AsyncIterator[None]:
-    """Let one server at a time look for a stale socket in a folder and put its own there."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for _ in range(_START_TRIES):
-            if _try_lock(fd):
-                break
-            await asyncio.sleep(_START_PAUSE_S)
-        else:
-            raise InvalidConfig(
-                f"socket: {folder} is locked: another server has been starting there for long"
-            )
-        yield
-    finally:
-        os.close(fd)
-
-
-def _make_private(path: Path) -> None:
-    path.chmod(0o600)
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _remove_stale(path: Path) -> None:
-    """Remove a socket file that nobody listens on; refuse anything else that is in the way."""
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise InvalidConfig(f"socket {path}: there is something else at that path: choose another")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(os.fspath(path))
-        except ConnectionRefusedError:
-            path.unlink()
-            return
-        except BlockingIOError:
-            pass  # its backlog is full: somebody listens
-    raise InvalidConfig(f"socket {path}: another server answers there: stop it, or choose another path")

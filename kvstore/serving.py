@@ -3,7 +3,8 @@
 Several requests of a client may be under way; each is answered by its id. When the connection ends, however
 it ends, everything its owner holds is given back at once. What a client can make the server hold is bounded:
 requests under way, bytes not yet read, answers it does not read. A frame that breaks the protocol ends this
-connection and no other.
+connection and no other. Control operations are waited for only as long as the request says: one that a hung
+disk holds goes on, but not as a request under way.
 """
 
 import asyncio
@@ -14,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
-from kvstore.errors import InvalidRequest, KVStoreError, ProtocolMismatch, ServerUnavailable
+from kvstore.errors import InvalidRequest, KVStoreError, ProtocolMismatch, ServerUnavailable, TimedOut
+from kvstore.late_work import LateWork
 from kvstore.log_limit import LimitedWarning
 from kvstore.manager import BlockManager
 from kvstore.messages import (
@@ -68,6 +70,11 @@ _WRITE_HIGH_BYTES = 1 << 20
 _SLOW_READER_S = 10.0
 _MAX_NAMESPACES = 1024
 _MAX_CHECK_LINES = 200
+_GRACE_S = 0.25
+"""How much longer than its time an operation that ends by itself in time is waited for."""
+
+_UNTIMED_S = 10.0
+"""How long an operation is waited for whose request gives no time."""
 
 
 @dataclass(slots=True)
@@ -105,12 +112,14 @@ class Connection(asyncio.Protocol):
         *,
         counters: ServerCounters,
         malformed: LimitedWarning,
+        late_work: LateWork,
         on_end: Callable[["Connection"], None],
     ) -> None:
         self._manager = manager
         self._decoder = decoder
         self._counters = counters
         self._malformed = malformed
+        self._late_work = late_work
         self._on_end = on_end
         self._owner = Owner(0)
         self._in_flight: dict[int, asyncio.Task[None]] = {}
@@ -198,7 +207,11 @@ class Connection(asyncio.Protocol):
         return is_open and not self._is_choked and len(self._in_flight) < MAX_IN_FLIGHT
 
     def _accept(self, frame: Frame) -> None:
-        request = decode_request(frame)
+        try:
+            request = decode_request(frame)
+        except InvalidRequest as error:
+            self._refuse(error, frame.request_id)
+            return
         self._counters.requests[type(request).__name__.lower()] += 1
         if isinstance(request, Release):
             self._release(request)
@@ -266,8 +279,11 @@ class Connection(asyncio.Protocol):
                 return Count(
                     await self._manager.prefetch(about.chain, part=about.part, timeout_s=timeout_us / 1e6)
                 )
+            case Check():
+                return await self._check(request)
             case _:
-                return await self._answer_control(request)
+                limit_s = _limit_s(request)
+                return await self._late_work.within(self._answer_control(request), limit_s, _name(request))
 
     async def _answer_control(self, request: Request) -> Answer:
         match request:
@@ -286,13 +302,20 @@ class Connection(asyncio.Protocol):
                 return Count(await self._manager.advance_epoch(model))
             case ListNamespaces():
                 return Report(json.dumps(self._namespaces_without_salts()).encode())
-            case Check(sample_blocks):
-                lines = await self._manager.check(sample_blocks=sample_blocks)
-                return Report(json.dumps(lines[:_MAX_CHECK_LINES]).encode())
             case Flush(timeout_us):
                 return Count(int(await self._manager.flush(timeout_s=timeout_us / 1e6)))
             case _:
                 raise ProtocolMismatch(f"message: {type(request).__name__} is not expected here")
+
+    async def _check(self, request: Check) -> Report:
+        limit_s = request.timeout_us / 1e6
+        try:
+            work = self._manager.check(sample_blocks=request.sample_blocks)
+            lines = await self._late_work.within(work, limit_s, "check")
+        except TimedOut as error:
+            # The invariants are checked without I/O; it is the sample of checksums that hangs.
+            lines = [str(error), *await self._manager.check(sample_blocks=0)]
+        return Report(json.dumps(lines[:_MAX_CHECK_LINES]).encode())
 
     async def _fetch(self, request: Fetch) -> Ready:
         about = request.about
@@ -368,7 +391,8 @@ class Connection(asyncio.Protocol):
 
     async def _look_at_damage(self, about: ChainRef) -> None:
         try:
-            await self._manager.report_damage(about.chain, part=about.part)
+            work = self._manager.report_damage(about.chain, part=about.part)
+            await self._late_work.within(work, _UNTIMED_S, "looking at a reported block")
         except KVStoreError as error:
             self._malformed.warn("server: a reported block could not be looked at: %s", error)
 
@@ -398,6 +422,21 @@ class Connection(asyncio.Protocol):
             "server: closed a connection: it did not read its answers for %g s", _SLOW_READER_S
         )
         self.abort()
+
+
+def _limit_s(request: Request) -> float:
+    """How long the answer to a control request is waited for."""
+    match request:
+        case Drop(_, timeout_us):
+            return timeout_us / 1e6
+        case Demote(_, timeout_us) | Why(_, timeout_us) | Flush(timeout_us):
+            return timeout_us / 1e6 + _GRACE_S
+        case _:
+            return _UNTIMED_S
+
+
+def _name(request: Request) -> str:
+    return type(request).__name__.lower()
 
 
 def _contiguous_runs(slots: Sequence[WrittenSlot]) -> Iterator[Sequence[WrittenSlot]]:

@@ -6,6 +6,7 @@ leave. Children leave before parents, and nothing that is leased or held leaves 
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -40,15 +41,17 @@ def plan_departures(
     wanted_blocks: int,
     must_demote: Callable[[BlockEntry], bool],
     only: NamespaceDigest | None = None,
+    enough_bytes: float = math.inf,
 ) -> Departures:
     """Name about ``wanted_blocks`` entries to leave a tier, in its policy's order, children first.
 
-    ``only`` restricts them to one namespace.
+    Fewer if their payloads come to ``enough_bytes``. ``only`` restricts them to one namespace.
     """
     leaving: list[BlockEntry] = []
     demoting: list[BlockEntry] = []
     planned_children: dict[BlockEntry, int] = {}
     passed_over: set[BlockEntry] = set()
+    planned_bytes = 0
     for name in state.policies[tier].candidates():
         entry = state.directory.find(name)
         if entry is not None and only is not None and entry.shelf.namespace != only:
@@ -59,12 +62,14 @@ def plan_departures(
                 passed_over.add(entry)
                 break
             (demoting if must_demote(entry) else leaving).append(entry)
+            planned_bytes += entry.length_bytes
             parent = _counting_parent(entry, tier)
             if parent is not None:
                 planned_children[parent] = planned_children.get(parent, 0) + 1
             # A parent that came before its child in the order gets its turn as soon as the child is named.
             entry = parent if parent in passed_over else None
-        if len(leaving) + len(demoting) >= wanted_blocks:
+        planned = len(leaving) + len(demoting)
+        if planned >= wanted_blocks or planned_bytes >= enough_bytes:
             break
     return Departures(tuple(leaving), tuple(demoting))
 
@@ -132,7 +137,7 @@ class Space:
         state = self._state
         low = state.settings.low_water_ratio * state.top.capacity_bytes
         while state.top.used_bytes > low:
-            num_left, demoting = self._leave_top(_PLAN_BLOCKS)
+            num_left, demoting = self._leave_top(_PLAN_BLOCKS, enough_bytes=state.top.used_bytes - low)
             if num_left:
                 await asyncio.sleep(0)
                 continue
@@ -216,11 +221,17 @@ class Space:
         *,
         by: NamespaceDigest | None = None,
         only: NamespaceDigest | None = None,
+        enough_bytes: float = math.inf,
     ) -> tuple[int, tuple[BlockEntry, ...]]:
         """Take blocks out of the top tier; returns how many went, and which must be demoted first."""
         state = self._state
         plan = plan_departures(
-            state, state.top.name, wanted_blocks=wanted_blocks, must_demote=self._must_demote, only=only
+            state,
+            state.top.name,
+            wanted_blocks=wanted_blocks,
+            must_demote=self._must_demote,
+            only=only,
+            enough_bytes=enough_bytes,
         )
         num_left = 0
         for entry in plan.leaving:

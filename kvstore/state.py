@@ -69,7 +69,6 @@ class State:
     counters: Counters = field(default_factory=Counters)
     freed: asyncio.Event = field(default_factory=asyncio.Event)
     beliefs: dict[str, Beliefs] = field(default_factory=dict)
-    touched: dict[StorageKey, None] = field(default_factory=dict)
 
     def all_tiers(self) -> list[SlotTier | Tier]:
         """All tiers, fastest first."""
@@ -83,7 +82,21 @@ class State:
         """Whether a lower tier has a READY copy, or, of a shared one, whether that is believed."""
         if tier.is_shared:
             return tier.name in self.beliefs and entry.name in self.beliefs[tier.name]
-        return entry.is_ready(tier.name)
+        return entry.is_ready(tier.name) and tier.health().is_up
+
+    def down_tiers(self) -> frozenset[str]:
+        """Names of the tiers whose copies are certain, but of no use now since the tier is down."""
+        return frozenset(tier.name for tier in self.lower if not tier.is_shared and not tier.health().is_up)
+
+    def fastest(self, entry: BlockEntry, down: frozenset[str]) -> str | None:
+        """The fastest tier that has a certain READY copy and is not ``down``."""
+        if not down or entry.fastest not in down:
+            return entry.fastest
+        return next((name for name in self.policies if name not in down and entry.is_ready(name)), None)
+
+    def is_certain(self, entry: BlockEntry | None, down: frozenset[str]) -> bool:
+        """Whether a block is known to be within reach, or on its way up, without asking anyone."""
+        return entry is not None and (self.fastest(entry, down) is not None or entry.loading is not None)
 
     def forget_belief(self, name: StorageKey, tier: str) -> None:
         """A shared tier does not have a block after all."""
@@ -144,6 +157,13 @@ class State:
         slots: list[Slot] = []
         while len(slots) < count and self.top.has_room(length_bytes):
             slots += self.top.allocate(length_bytes)
+        return slots
+
+    def take_load_slots(self, length_bytes: int, count: int) -> list[Slot]:
+        """Allocate up to ``count`` slots for blocks that come up, staging included: as many as there are."""
+        slots = self.take_slots(length_bytes, count)
+        while len(slots) < count and self.top.has_staging_room(length_bytes):
+            slots += self.top.allocate_staging(length_bytes)
         return slots
 
     def publish_top(self, entries: Sequence[BlockEntry]) -> None:

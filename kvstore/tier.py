@@ -8,10 +8,10 @@ them.
 
 import enum
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, NewType, Protocol, runtime_checkable
+from typing import NamedTuple, NewType, Protocol
 
 from kvstore.checksum import checksum
 from kvstore.errors import CorruptBlock, InvalidLayout
@@ -58,8 +58,7 @@ HEADER_BYTES = 192
 """Size of a packed header, zero-padded."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockHeader:
+class BlockHeader(NamedTuple):
     """What travels with every stored copy: who it is, what its bytes look like, and their checksum.
 
     ``parent`` is the key before it in its chain (the namespace digest for block 0) and ``depth`` its index
@@ -268,20 +267,6 @@ class Tier(Protocol):
         """Return whether ``count`` more copies of that length fit now without a drop."""
 
 
-@runtime_checkable
-class SharesEpochs(Protocol):
-    """A shared tier that also holds the epochs of models, for all nodes that reach it."""
-
-    def health(self) -> TierHealth:
-        """Return whether it is worth asking now."""
-
-    async def exchange_epochs(self, epochs: Mapping[str, int], *, deadline_s: float) -> dict[str, int]:
-        """Raise the stored epoch of each model to the one given; return what is stored then.
-
-        A fault is no error: models that could not be asked for are left out.
-        """
-
-
 Slot = NewType("Slot", int)
 """Handle of one slot of a SlotTier: for dram its byte offset in the arena, for vram its page slot number."""
 
@@ -303,11 +288,11 @@ class SlotTier(Protocol):
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of all slots."""
+        """Bytes of all slots but those kept for staging."""
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of allocated slots, padding included."""
+        """Bytes of allocated slots, padding and staging included: it may exceed the capacity."""
 
     async def open(self) -> None:
         """Get the memory. Raises TierUnavailable with the amount and the limit if it cannot be had."""
@@ -320,6 +305,12 @@ class SlotTier(Protocol):
 
     def allocate(self, length_bytes: int, count: int = 1) -> list[Slot]:
         """Take ``count`` slots of at least ``length_bytes`` each: all of them, or TierFull and none."""
+
+    def has_staging_room(self, length_bytes: int, count: int = 1) -> bool:
+        """Return whether ``allocate_staging`` would succeed."""
+
+    def allocate_staging(self, length_bytes: int, count: int = 1) -> list[Slot]:
+        """Take ``count`` slots for loads, as ``allocate`` does but also of those kept for staging."""
 
     def free(self, slots: Sequence[Slot]) -> None:
         """Give slots back. A slot that is not allocated is our own mistake (AssertionError)."""

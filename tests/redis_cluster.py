@@ -12,17 +12,30 @@ NUM_SLOTS = 16_384
 class RedisCluster:
     """``start`` returns when every node says that the cluster is well."""
 
-    def __init__(self, folder: Path, *, num_masters: int = 3, num_replicas: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_masters: int = 3,
+        num_replicas: int = 0,
+        tls_options: Callable[[int], tuple[str, ...]] = lambda tls_port: (),
+    ) -> None:
         options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000")
         options += ("--cluster-require-full-coverage", "no", "--cluster-replica-validity-factor", "0")
         options += ("--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1")
-        self.nodes = []
+        self.nodes: list[RedisServer] = []
+        self.tls_ports: list[int] = []
         for number in range(num_masters + num_replicas):
             # The default, port + 10000, may be no port.
-            own = (*options, "--cluster-port", str(free_port()))
+            self.tls_ports.append(free_port())
+            own = (*options, "--cluster-port", str(free_port()), *tls_options(self.tls_ports[-1]))
             self.nodes.append(RedisServer(folder / f"node-{number}", *own))
         self.masters = self.nodes[:num_masters]
         self.replicas = self.nodes[num_masters:]
+
+    @property
+    def tls_url(self) -> str:
+        return f"rediss+cluster://127.0.0.1:{self.tls_ports[0]}"
 
     @property
     def url(self) -> str:

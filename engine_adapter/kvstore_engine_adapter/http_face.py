@@ -37,6 +37,10 @@ _WRITE_PATIENCE_S = 10.0
 _RETRY_AFTER_S = 1
 
 
+class ClientGone(ConnectionError):
+    """A client that hung up, or that does not read its stream."""
+
+
 @dataclass(slots=True)
 class _Answer:
     """What has come of one request so far."""
@@ -127,7 +131,7 @@ class HttpFace:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         with self._closing_time.request():
             async with self._closing_time.step():
-                chat = parse_chat_request(await read_body(request))
+                chat = parse_chat_request(await _read_body(request))
                 self._require_model(chat.model)
                 # In a thread: a prompt of hundreds of kilobytes takes the tokenizer a second.
                 prompt = await asyncio.to_thread(
@@ -187,28 +191,43 @@ class HttpFace:
 async def _stream(
     request: web.Request, chat: ChatRequest, head: AnswerHead, answer: _Answer, pieces: AsyncIterator[str]
 ) -> web.StreamResponse:
-    """Send the answer as server-sent events. An error before the first piece still gets its own status."""
+    """Send the answer as server-sent events.
+
+    An error before the first piece still gets its own status; any later one is the stream's last event.
+    """
     await anext(pieces)
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
     )
     await response.prepare(request)
-    await _send(response, head.chunk({"role": "assistant", "content": ""}))
     try:
-        async for piece in pieces:
-            if piece:
-                await _send(response, head.chunk({"content": piece}))
-    except (KVStoreError, ArithmeticError) as error:
-        logger.warning("an answer failed half-way: %s", error)
+        await _send_answer(response, chat, head, answer, pieces)
+    except ClientGone:
+        raise
+    except Exception as error:
+        logger.exception("an answer failed half-way")
         await _send(response, _api_error(error).body)
-        return response
+        await _end(response)
+    return response
+
+
+async def _send_answer(
+    response: web.StreamResponse,
+    chat: ChatRequest,
+    head: AnswerHead,
+    answer: _Answer,
+    pieces: AsyncIterator[str],
+) -> None:
+    await _send(response, head.chunk({"role": "assistant", "content": ""}))
+    async for piece in pieces:
+        if piece:
+            await _send(response, head.chunk({"content": piece}))
     last = head.chunk({}, answer.finish_reason)
     last["kvstore"] = reuse(answer.report, answer.tokens if chat.wants_tokens else None)
     await _send(response, last)
     if chat.includes_usage:
         await _send(response, head.usage_chunk(answer.report))
     await _write(response, b"data: [DONE]\n\n")
-    return response
 
 
 async def _send(response: web.StreamResponse, event: dict[str, object]) -> None:
@@ -216,8 +235,21 @@ async def _send(response: web.StreamResponse, event: dict[str, object]) -> None:
 
 
 async def _write(response: web.StreamResponse, data: bytes) -> None:
-    async with asyncio.timeout(_WRITE_PATIENCE_S):
-        await response.write(data)
+    try:
+        async with asyncio.timeout(_WRITE_PATIENCE_S):
+            await response.write(data)
+    except (ConnectionError, TimeoutError) as error:
+        raise ClientGone("a client went away or stopped reading its stream") from error
+
+
+async def _end(response: web.StreamResponse) -> None:
+    """End a stream. Nothing may follow it, so its connection is not used again."""
+    response.force_close()
+    try:
+        async with asyncio.timeout(_WRITE_PATIENCE_S):
+            await response.write_eof()
+    except (ConnectionError, TimeoutError) as error:
+        raise ClientGone("a client went away or stopped reading its stream") from error
 
 
 async def _answer_expectation(request: web.Request) -> web.Response | None:
@@ -230,6 +262,13 @@ async def _answer_expectation(request: web.Request) -> web.Response | None:
     return None
 
 
+async def _read_body(request: web.Request) -> bytes:
+    try:
+        return await read_body(request)
+    except ConnectionError as error:
+        raise ClientGone("a client went away while it sent its request") from error
+
+
 @web.middleware
 async def _errors_in_openai_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
@@ -240,12 +279,12 @@ async def _errors_in_openai_shape(request: web.Request, handler: Handler) -> web
         return _error_response(ApiError(error.status, error.text or error.reason))
     except (ApiError, KVStoreError, ArithmeticError) as error:
         return _error_response(_api_error(error))
-    except (ConnectionError, TimeoutError):
-        logger.info("a client went away or stopped reading")
+    except ClientGone as error:
+        logger.info("%s", error)
         raise
-    except Exception:
+    except Exception as error:
         logger.exception("%s %s failed", request.method, request.path)
-        return _error_response(ApiError(500, "the server failed; its log says why", kind="server_error"))
+        return _error_response(_api_error(error))
 
 
 def _api_error(error: Exception) -> ApiError:
@@ -258,8 +297,10 @@ def _api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error))
         case EngineBusy() | EngineClosed() | TierFull():
             return ApiError(503, str(error), kind="overloaded_error", code="overloaded")
-        case _:
+        case KVStoreError() | ArithmeticError():
             return ApiError(500, str(error), kind="server_error")
+        case _:
+            return ApiError(500, "the server failed; its log says why", kind="server_error")
 
 
 def _error_response(error: ApiError) -> web.Response:

@@ -40,7 +40,8 @@ class ServeOptions:
 
     ``kv_cache_bytes`` and ``num_blocks`` both size the ``vram`` tier: at most one is given, and
     ``max_model_tokens`` does not exceed what it holds (None: the most that it does). ``grace_s`` is the time
-    that requests under way and unwritten blocks have after the signal that ends it.
+    that requests under way and unwritten blocks have after the signal that ends it. Digests of
+    model files are remembered in ``cache_folder``.
     """
 
     model: Path
@@ -59,6 +60,7 @@ class ServeOptions:
     is_reusing: bool = True
     grace_s: float = 5.0
     lower: Sequence[Tier] = field(default=())
+    cache_folder: Path | None = None
 
 
 async def serve_engine(options: ServeOptions, announce: Callable[[dict[str, object]], None]) -> None:
@@ -78,7 +80,9 @@ async def serve_engine(options: ServeOptions, announce: Callable[[dict[str, obje
     torch.set_num_threads(options.threads)
     stopped = _stop_event()
     dtype = TORCH_DTYPES[options.dtype]
-    model = await asyncio.to_thread(load_model, options.model, dtype=dtype, device=device)
+    model = await asyncio.to_thread(
+        load_model, options.model, dtype=dtype, device=device, cache_folder=options.cache_folder
+    )
     num_blocks = _num_blocks(options, model)
     settings = EngineSettings(
         block_tokens=options.block_tokens,

@@ -1,22 +1,13 @@
 """ModelWeights: the tensors of a Llama-architecture model, shaped for the forward pass."""
 
-import hashlib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from kvstore.errors import UnsupportedModel
 from kvstore_engine_adapter.model_config import ModelConfig
-
-WHOLE_DIGEST_LIMIT_BYTES = 4 << 30
-"""Files up to this size in all are hashed whole; larger ones by sizes and samples."""
-
-_SAMPLE_BYTES = 1 << 20
-_SAMPLES_PER_FILE = 64
 
 
 class TensorSource(Protocol):
@@ -142,28 +133,3 @@ class _Reader:
                 f"{self._source.where}: tensor {name} holds numbers that are not finite: fetch it again"
             )
         return tensor
-
-
-def files_digest(paths: Sequence[Path]) -> str:
-    """Return a digest of the files for ``Namespace.weights``.
-
-    Up to 4 GiB in all every byte is hashed (``sha256:...``). Beyond, sizes and 64 evenly spaced samples of
-    1 MiB per file are (``sampled-sha256:...``): a finetune changes them, a single changed byte may not.
-
-    Raises:
-        UnsupportedModel: a file cannot be read.
-    """
-    sha = hashlib.sha256()
-    try:
-        sizes = [path.stat().st_size for path in paths]
-        is_whole = sum(sizes) <= WHOLE_DIGEST_LIMIT_BYTES
-        for path, size in zip(paths, sizes, strict=True):
-            sha.update(f"{path.name}:{size};".encode() if len(paths) > 1 else f"{size};".encode())
-            with path.open("rb") as file:
-                step = max(_SAMPLE_BYTES, size // _SAMPLES_PER_FILE)
-                for offset in range(0, size, _SAMPLE_BYTES if is_whole else step):
-                    file.seek(offset)
-                    sha.update(file.read(_SAMPLE_BYTES))
-    except OSError as error:
-        raise UnsupportedModel(f"{paths[0].parent}: model files cannot be read: {error}") from error
-    return f"{'sha256' if is_whole else 'sampled-sha256'}:{sha.hexdigest()}"

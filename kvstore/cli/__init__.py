@@ -70,6 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+def command_parser(name: str) -> argparse.ArgumentParser:
+    """Return the parser of one command, for the reference of all commands."""
+    subparsers = argparse.ArgumentParser(prog="kvstore").add_subparsers()
+    _register(next(command.module for command in COMMANDS if command.name == name), subparsers)
+    return subparsers.choices[name]
+
+
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
     """Return the parser with the chosen command's own arguments; the others are only listed."""
     parser = argparse.ArgumentParser(

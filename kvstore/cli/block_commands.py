@@ -9,6 +9,7 @@ from typing import BinaryIO
 import numpy as np
 
 from kvstore.cli.block_naming import add_naming_arguments, read_blocks
+from kvstore.cli.output_file import remove_output, replace_output
 from kvstore.cli.store_address import add_store_arguments, connected
 from kvstore.errors import InvalidRequest
 from kvstore.miss import MissReason
@@ -30,8 +31,9 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     get = subparsers.add_parser(
         "get",
         help="fetch the longest stored prefix",
-        description="Fetch the longest stored prefix into a file, blocks back to back. Exit status: 0 at"
-        " least one block, 1 none is stored, 2 bad input, 3 no server.",
+        description="Fetch the longest stored prefix into a file, blocks back to back. The file is replaced"
+        " whole; where nothing is stored, it is removed. Exit status: 0 at least one block, 1 none is stored,"
+        " 2 bad input, 3 no server.",
     )
     add_naming_arguments(get)
     get.add_argument("--out", metavar="FILE", required=True, help="where to write the blocks; - for stdout")
@@ -81,9 +83,11 @@ def run_get(args: argparse.Namespace) -> int:
         buffer = np.empty(found.blocks * block_bytes, np.uint8)
         result = client.fetch_into(chain[: found.blocks], buffer)
         reason = result.reason or found.reason
+    report: dict[str, object] = {"blocks": result.blocks, "of": len(chain), "tiers": list(result.origins)}
     if result.blocks:
         _write_blocks(args.out, buffer.data[: result.blocks * block_bytes])
-    report = {"blocks": result.blocks, "of": len(chain), "tiers": list(result.origins)}
+    elif remove_output(args.out):
+        report["removed"] = args.out
     _print_found(args, report, reason, to_stderr=args.out == "-")
     return 0 if result.blocks else 1
 
@@ -111,6 +115,7 @@ def _print_found(
     line = f"{report['blocks']} of {report['of']} blocks"
     line += f" ({where})" if where else ""
     line += f"; the next one: {reason.value}" if reason is not None else ""
+    line += f"; removed {report['removed']}" if "removed" in report else ""
     print(line, file=sys.stderr if to_stderr else sys.stdout)
 
 
@@ -130,5 +135,4 @@ def _write_blocks(path: str, blocks: memoryview) -> None:
         sys.stdout.buffer.write(blocks)
         sys.stdout.buffer.flush()
         return
-    with Path(path).open("wb") as file:
-        file.write(blocks)
+    replace_output(path, blocks)

@@ -24,7 +24,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         " 2 usage.",
     )
     parser.add_argument(
-        "--seconds", type=_seconds, default=60.0, metavar="N", help="time to take (default: 60)"
+        "--seconds", type=_seconds, default=120.0, metavar="N", help="time to take (default: 120)"
     )
     parser.add_argument("--seed", type=int, metavar="S", help="seed of every random choice (default: random)")
     parser.add_argument(
@@ -39,9 +39,13 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     """Run the drill; progress goes to stderr, the result to stdout."""
     # The store's packages are an extra: the client's commands work without them.
-    from kvstore.drill import DrillSettings, all_faults, run_drill
-    from kvstore.drill.report import report_table
-
+    try:
+        from kvstore.drill import all_faults
+    except ImportError as error:
+        print(
+            f"kvstore: drill needs {error.name}: pip install 'tiered-kvstore[server,demo]'", file=sys.stderr
+        )
+        return 2
     known = {fault.name: fault for fault in all_faults()}
     if args.list:
         _list(list(known.values()), as_json=args.json)
@@ -51,15 +55,26 @@ def run(args: argparse.Namespace) -> int:
         print(f"kvstore: drill: no fault named {unknown[0]}: see kvstore drill --list", file=sys.stderr)
         return 2
     chosen = [known[name] for name in dict.fromkeys(args.fault or known)]
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return _drill(chosen, args)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _drill(faults: "list[Fault]", args: argparse.Namespace) -> int:
+    # An extra, see run().
+    from kvstore.drill import DrillSettings, run_drill
+    from kvstore.drill.report import report_table
+
     seed = args.seed if args.seed is not None else time.time_ns() % 1_000_000
     started_s = time.monotonic()
 
     def say(line: str) -> None:
         print(f"[{time.monotonic() - started_s:5.1f} s] {line}", file=sys.stderr, flush=True)
 
-    signal.signal(signal.SIGTERM, _interrupt)
-    say(f"{len(chosen)} kinds of fault, {args.seconds:.0f} s, seed {seed}")
-    report = run_drill(DrillSettings(chosen, seconds=args.seconds, seed=seed, keep=args.keep), say)
+    say(f"{len(faults)} kinds of fault, {args.seconds:.0f} s, seed {seed}")
+    report = run_drill(DrillSettings(faults, seconds=args.seconds, seed=seed, keep=args.keep), say)
     print(report_table(report), file=sys.stderr if args.json else sys.stdout)
     if args.json:
         print(json.dumps(report.as_dict()))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvstore.config import cache_folder
 from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # A store that is back is as much news as one that is away; the rest of the engine's information is not.
     logging.getLogger("kvstore_engine_adapter.store_watch").setLevel(logging.INFO)
+    # A large model's first start takes minutes here: its progress is worth a line.
+    logging.getLogger("kvstore_engine_adapter.model_digest").setLevel(logging.INFO)
     try:
         asyncio.run(serve_engine(_options(args), _announce))
     except KVStoreError as error:
@@ -110,6 +113,7 @@ def _options(args: argparse.Namespace) -> "ServeOptions":
         is_reusing=not args.no_reuse,
         grace_s=args.grace,
         lower=lower,
+        cache_folder=cache_folder(),
     )
 
 

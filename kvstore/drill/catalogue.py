@@ -5,19 +5,11 @@ from kvstore.drill.fault import Fault
 
 
 def all_faults() -> tuple[Fault, ...]:
-    """Return one of each kind."""
+    """Return one of each kind; kinds that can share their parts follow one another."""
     return (
-        process_faults.KillUnderLoad(),
-        process_faults.KillDuringStart(),
-        process_faults.TerminateUnderLoad(),
-        process_faults.FreezeServer(),
-        disk_faults.SlabBitFlips(),
-        disk_faults.SlabForeignBlock(),
-        disk_faults.SlabTruncated(),
-        disk_faults.IndexBitFlips(),
-        disk_faults.FolderDeleted(),
-        disk_faults.DiskWriteErrors(),
-        *remote_faults.remote_faults(),
+        *process_faults.process_faults(),
+        *disk_faults.disk_faults(),
         *client_faults.client_faults(),
         *host_faults.host_faults(),
+        *remote_faults.remote_faults(),
     )

@@ -13,6 +13,7 @@ from kvstore.keys import BlockKey
 class _SlabDamage(Fault):
     """Damage to slots of a running store, found when dram no longer holds the blocks."""
 
+    weight = 3.0
     effect = "blocks_refused"
 
     def inject(self, stage: Stage) -> None:
@@ -105,6 +106,7 @@ class SlabTruncated(Fault):
                 stage.get(chain)
             stage.store.kill()
         stage.store.start()
+        stage.drop_damaged()
 
 
 class IndexBitFlips(Fault):
@@ -168,3 +170,15 @@ class DiskWriteErrors(Fault):
         """Check every promise, and that blocks become durable again."""
         stage.verify()
         stage.verify_becomes_durable()
+
+
+def disk_faults() -> tuple[Fault, ...]:
+    """Return one of each kind."""
+    return (
+        SlabBitFlips(),
+        SlabForeignBlock(),
+        SlabTruncated(),
+        IndexBitFlips(),
+        FolderDeleted(),
+        DiskWriteErrors(),
+    )

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,14 +10,17 @@ from pathlib import Path
 
 from kvstore.drill.fault import Fault
 from kvstore.drill.ledger import KindReport, Ledger
-from kvstore.drill.redis_server import RedisServer, find_binary
+from kvstore.drill.redis_server import find_binary
 from kvstore.drill.stage import Stage, own_descriptors
-from kvstore.drill.store_process import PartFailed, StoreSettings
+from kvstore.drill.stages import Stages
+from kvstore.drill.store_process import PartFailed
 from kvstore.errors import KVStoreError
 
 _log = logging.getLogger(__name__)
 
 _DESCRIPTORS_ROOM = 4
+_STARTS_MAX = 5
+_GRACE = 1.25
 
 Say = Callable[[str], None]
 
@@ -28,7 +30,7 @@ class DrillSettings:
     """How long the drill may take, the seed of every random choice, and which faults to try."""
 
     faults: Sequence[Fault]
-    seconds: float = 60.0
+    seconds: float = 120.0
     seed: int = 0
     keep: bool = False
 
@@ -65,79 +67,99 @@ class DrillReport:
 def run_drill(settings: DrillSettings, say: Say) -> DrillReport:
     """Try every fault; progress and violations go to ``say``. Ends all it starts.
 
-    The time left is divided among the kinds left, so that each is tried at least once.
+    The time left is divided among the kinds left, and each is tried at least once. Should that take a
+    quarter longer than the time given, the rest is skipped.
     """
     report = DrillReport(settings.seed)
     started_s = time.monotonic()
-    with _folder(settings.keep, say) as folder:
+    with _folder(settings.keep, say) as folder, Stages(folder) as stages:
         for index, fault in enumerate(settings.faults):
-            left_s = settings.seconds - (time.monotonic() - started_s)
-            share_s = left_s / (len(settings.faults) - index)
-            report.faults[fault.name] = _try_kind(fault, settings.seed, share_s, folder=folder, say=say)
+            took_s = time.monotonic() - started_s
+            if took_s > _GRACE * settings.seconds:
+                report.faults[fault.name] = KindReport(skipped=f"no time left: give more than {took_s:.0f} s")
+                continue
+            left = sum(other.weight for other in settings.faults[index:])
+            share_s = (settings.seconds - took_s) * fault.weight / left
+            kind = _Kind(fault, settings.seed, stages, say)
+            report.faults[fault.name] = kind.run(share_s)
     report.seconds = time.monotonic() - started_s
     return report
 
 
-def _try_kind(fault: Fault, seed: int, share_s: float, *, folder: Path, say: Say) -> KindReport:
-    ledger = Ledger(lambda line: say(f"{fault.name}: VIOLATION in try {tries.report.tries + 1}: {line}"))
-    tries = ledger
-    reason = fault.obstacle() or (_redis_obstacle() if fault.needs_redis else "")
-    if reason:
-        ledger.report.skipped = reason
-        say(f"{fault.name}: skipped: {reason}")
+class _Kind:
+    """The tries of one kind of fault."""
+
+    def __init__(self, fault: Fault, seed: int, stages: Stages, say: Say) -> None:
+        self._fault = fault
+        self._seed = seed
+        self._stages = stages
+        self._say = say
+        self._ledger = Ledger(self._complain)
+
+    def run(self, share_s: float) -> KindReport:
+        """Try it until its share of the time is over; one try that cannot go on does not end the others."""
+        fault, ledger = self._fault, self._ledger
+        reason = fault.obstacle() or (_redis_obstacle() if fault.needs_redis else "")
+        if reason:
+            ledger.report.skipped = reason
+            self._say(f"{fault.name}: skipped: {reason}")
+            return ledger.report
+        started_s, descriptors = time.monotonic(), own_descriptors()
+        for _ in range(_STARTS_MAX):
+            if self._try_until(started_s + share_s):
+                break
+        left_open = own_descriptors() - descriptors
+        if left_open > _DESCRIPTORS_ROOM:
+            ledger.note_violation(f"{left_open} descriptors are left open in the client's process")
+        if fault.effect and not ledger.report.effects.get(fault.effect):
+            ledger.note_violation(f"the fault did nothing: {fault.effect} is 0")
+        ledger.report.seconds = time.monotonic() - started_s
+        self._say_result()
         return ledger.report
-    started_s, descriptors = time.monotonic(), own_descriptors()
-    try:
-        with _stage(fault, seed, ledger, folder) as stage:
-            _try_until(fault, stage, seed, started_s + share_s)
-    except (KVStoreError, OSError) as error:
-        ledger.note_violation(f"the try could not go on: {error}")
-    except Exception as error:  # one kind must not end the drill
-        _log.exception("%s: the try failed", fault.name)
-        ledger.note_violation(f"the try could not go on: {type(error).__name__}: {error}")
-    if own_descriptors() > descriptors + _DESCRIPTORS_ROOM:
-        ledger.note_violation(f"{own_descriptors() - descriptors} descriptors are left open in the client")
-    ledger.report.seconds = time.monotonic() - started_s
-    _say_result(fault, seed, ledger.report, say)
-    return ledger.report
 
+    def _try_until(self, until_s: float) -> bool:
+        """Return False if it must begin anew, with parts that are not spoilt."""
+        fault, report = self._fault, self._ledger.report
+        stage: Stage | None = None
+        has_ended = False
+        try:
+            stage = self._stages.lend(fault, self._ledger)
+            self._try_on(stage, until_s)
+            has_ended = True
+        except (KVStoreError, OSError) as error:
+            self._ledger.note_violation(f"the try could not go on: {error}")
+        except Exception as error:
+            _log.exception("%s: the try failed", fault.name)
+            self._ledger.note_violation(f"the try could not go on: {type(error).__name__}: {error}")
+        finally:
+            if stage is not None:
+                self._stages.give_back(fault, stage, is_sound=has_ended and report.is_ok)
+        return has_ended or time.monotonic() >= until_s
 
-def _try_until(fault: Fault, stage: Stage, seed: int, until_s: float) -> None:
-    stage.rng.seed(f"{seed}/{fault.name}/setup")
-    fault.setup(stage)
-    stage.note_base()
-    while not stage.ledger.report.tries or time.monotonic() < until_s:
-        stage.rng.seed(f"{seed}/{fault.name}/{stage.ledger.report.tries}")
-        fault.inject(stage)
-        fault.verify(stage)
-        stage.ledger.report.tries += 1
-    stage.verify_footprint()
-    if fault.effect and not stage.ledger.report.effects.get(fault.effect):
-        stage.ledger.note_violation(f"the fault did nothing: {fault.effect} is 0")
+    def _try_on(self, stage: Stage, until_s: float) -> None:
+        fault, report = self._fault, self._ledger.report
+        stage.rng.seed(f"{self._seed}/{fault.name}/setup")
+        fault.setup(stage)
+        stage.note_base()
+        while not report.tries or time.monotonic() < until_s:
+            report.tries += 1
+            stage.rng.seed(f"{self._seed}/{fault.name}/{report.tries}")
+            fault.inject(stage)
+            fault.verify(stage)
+        stage.verify_footprint()
 
+    def _complain(self, line: str) -> None:
+        self._say(f"{self._fault.name}: VIOLATION in try {self._ledger.report.tries}: {line}")
 
-@contextlib.contextmanager
-def _stage(fault: Fault, seed: int, ledger: Ledger, folder: Path) -> Iterator[Stage]:
-    home = folder / fault.name
-    home.mkdir()
-    redis = RedisServer(home / "redis") if fault.needs_redis else None
-    settings = StoreSettings(
-        dram_bytes=fault.dram_bytes,
-        lease_s=fault.lease_s,
-        ssd_bytes=fault.ssd_bytes,
-        ssd_folder=home / "ssd",
-        redis_url=redis.url if redis is not None else "",
-    )
-    stage = Stage(home, settings, ledger, rng=random.Random(seed), redis=redis)  # noqa: S311 (a schedule)
-    try:
-        if redis is not None:
-            redis.start()
-        yield stage
-    finally:
-        fault.teardown(stage)
-        stage.close()
-        if redis is not None:
-            redis.stop()
+    def _say_result(self) -> None:
+        name, report = self._fault.name, self._ledger.report
+        self._say(
+            f"{name}: {report.tries} tries, {report.calls} calls, {report.blocks_served} blocks served,"
+            f" {report.wrong_bytes} wrong bytes, {report.lost} lost, {report.over_deadline} over deadline,"
+            f" {report.violations} violations, {report.seconds:.1f} s"
+        )
+        if not report.is_ok:
+            self._say(f"{name}: repeat with: kvstore drill --seed {self._seed} --fault {name}")
 
 
 @contextlib.contextmanager
@@ -157,13 +179,3 @@ def _redis_obstacle() -> str:
     except PartFailed as error:
         return str(error)
     return ""
-
-
-def _say_result(fault: Fault, seed: int, report: KindReport, say: Say) -> None:
-    say(
-        f"{fault.name}: {report.tries} tries, {report.calls} calls, {report.blocks_served} blocks served,"
-        f" {report.wrong_bytes} wrong bytes, {report.lost} lost, {report.over_deadline} over deadline,"
-        f" {report.violations} violations, {report.seconds:.1f} s"
-    )
-    if not report.is_ok:
-        say(f"{fault.name}: repeat with: kvstore drill --seed {seed} --fault {fault.name}")

@@ -18,6 +18,10 @@ class Fault(abc.ABC):
     description: ClassVar[str]
     effect: ClassVar[str] = ""
     """Name of the count that shows that the fault did something; zero after all tries is a violation."""
+    weight: ClassVar[float] = 1.0
+    """Its share of the time, relative to other kinds: kinds whose tries are cheap get more."""
+    shares_stage: ClassVar[bool] = True
+    """Whether the next kind that asks for the same parts may go on with those that this one leaves."""
     needs_redis: ClassVar[bool] = False
     dram_bytes: ClassVar[int] = 2 * MIB
     ssd_bytes: ClassVar[int] = 16 * MIB
@@ -28,8 +32,8 @@ class Fault(abc.ABC):
         return ""
 
     def setup(self, stage: Stage) -> None:
-        """Start what a try works on."""
-        stage.store.start()
+        """Start what a try works on, unless it runs."""
+        stage.ensure_running()
         stage.fill_durable()
         stage.verify()
 

@@ -1,5 +1,6 @@
 """Faults of the machine and its operator: full and read-only disks, limits, clocks, wrong configurations."""
 
+import contextlib
 import os
 import resource
 import socket
@@ -37,6 +38,8 @@ def expect_refusal(stage: Stage, store: StoreProcess, *, prefix: tuple[str, ...]
 
 class _MountedDiskFault(Fault):
     """A store whose ssd folder lies on a small disk of its own."""
+
+    shares_stage = False
 
     def __init__(self) -> None:
         self._disk: MountedDisk | None = None
@@ -158,6 +161,7 @@ class RestartWithOtherConfig(Fault):
 
     name = "restart_other_config"
     description = "restarts with other capacities: more keeps everything, less keeps what fits"
+    shares_stage = False
 
     def inject(self, stage: Stage) -> None:
         """Restart with other sizes."""
@@ -186,6 +190,7 @@ class OtherNamespace(Fault):
 
     name = "other_namespace"
     description = "the same tokens under another model, layout, epoch, adapter or salt never meet"
+    weight = 3.0
 
     def inject(self, stage: Stage) -> None:
         """Ask for stored tokens under other names, and for stored keys under a foreign namespace."""
@@ -218,6 +223,7 @@ class DescriptorLimit(Fault):
 
     name = "descriptor_limit"
     description = "connections use up the store's file descriptors: it answers again once they end"
+    weight = 3.0
     effect = "connections_held"
 
     def inject(self, stage: Stage) -> None:
@@ -231,7 +237,9 @@ class DescriptorLimit(Fault):
             for _ in range(stage.rng.randint(20, 60)):
                 held.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
                 held[-1].settimeout(0.5)
-                held[-1].connect(os.fspath(stage.store.socket_path))
+                # Once nobody accepts, the queue of connections fills up too.
+                with contextlib.suppress(BlockingIOError, TimeoutError):
+                    held[-1].connect(os.fspath(stage.store.socket_path))
             with Load(stage):
                 pause(stage.rng.uniform(0.0, 0.2))
             stage.get(stage.new_chain(2))
@@ -289,6 +297,7 @@ class ClockJumps(Fault):
 
     name = "clock_jumps"
     description = "the wall clock jumps by hours and years: leases and deadlines do not notice"
+    shares_stage = False
 
     def obstacle(self) -> str:
         """Return why the store's clock cannot be faked."""
@@ -307,6 +316,8 @@ class ClockJumps(Fault):
             "FAKETIME_NO_CACHE": "1",
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             "DONT_FAKE_MONOTONIC": "1",
+            # Else the library stretches waits of threads by seconds, whatever the clock does.
+            "FAKETIME_FORCE_MONOTONIC_FIX": "0",
         }
         stage.store.start(environ=environ)
         stage.fill_durable()
@@ -339,14 +350,14 @@ def _faketime_library() -> Path | None:
 def host_faults() -> tuple[Fault, ...]:
     """Return one of each kind."""
     return (
-        DiskFull(),
-        DiskTooSmall(),
-        DiskReadOnly(),
         TwoDaemons(),
-        RestartWithOtherConfig(),
         OtherNamespace(),
         DescriptorLimit(),
         MemoryLimit(),
         ArenaTooBig(),
+        RestartWithOtherConfig(),
         ClockJumps(),
+        DiskFull(),
+        DiskTooSmall(),
+        DiskReadOnly(),
     )

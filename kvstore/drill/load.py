@@ -11,9 +11,9 @@ from kvstore.keys import PrefixChain
 
 _CHAINS = 10
 _BLOCKS_MAX = 6
-_PAUSE_S = 0.002
+_PAUSE_S = 0.004
 _CONTROL_S = 0.5
-_DURABLE_MAX_BLOCKS = 80
+_DURABLE_MAX_BLOCKS = 40
 _JOIN_S = 30.0
 
 

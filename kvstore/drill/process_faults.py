@@ -67,3 +67,13 @@ class FreezeServer(Fault):
                 pause(stage.rng.uniform(0.05, 0.6))
             finally:
                 stage.store.resume()
+
+
+def process_faults() -> tuple[Fault, ...]:
+    """Return one of each kind."""
+    return (
+        KillUnderLoad(),
+        KillDuringStart(),
+        TerminateUnderLoad(),
+        FreezeServer(),
+    )

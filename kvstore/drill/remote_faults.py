@@ -33,7 +33,7 @@ class RemoteFault(Fault):
     def setup(self, stage: Stage) -> None:
         """Start the store and have some chains written to Redis."""
         self._written = []
-        stage.store.start()
+        stage.ensure_running()
         self.write(stage)
         stage.verify()
 
@@ -69,6 +69,7 @@ def server_of(stage: Stage) -> RedisServer:
 class _ValueDamage(RemoteFault):
     """Damage to stored values."""
 
+    weight = 3.0
     effect = "blocks_refused"
 
     def inject(self, stage: Stage) -> None:
@@ -202,6 +203,7 @@ class RedisOutOfMemory(RemoteFault):
 
     name = "redis_out_of_memory"
     description = "Redis at maxmemory with noeviction: writes are refused and counted, reads go on"
+    weight = 3.0
     effect = "writes_refused"
 
     def inject(self, stage: Stage) -> None:
@@ -229,6 +231,7 @@ class _LyingStream(RemoteFault):
     """A relay between store and Redis that changes what Redis answers."""
 
     effect = "replies_changed"
+    shares_stage = False
     chance: ClassVar[float] = 0.3
 
     def __init__(self) -> None:

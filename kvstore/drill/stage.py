@@ -19,7 +19,7 @@ from kvstore.drill.ledger import Ledger
 from kvstore.drill.redis_server import RedisServer
 from kvstore.drill.store_process import MIB, Footprint, StoreProcess, StoreSettings, wait_until
 from kvstore.errors import ServerUnavailable
-from kvstore.keys import BlockKey, Namespace, PrefixChain
+from kvstore.keys import BlockKey, PrefixChain
 from kvstore.results import PutResult
 
 CALL_S = 0.2
@@ -32,7 +32,8 @@ HEAL_S = 6.0
 """What is stored must be served again within this time after a fault has ended: breakers pause and retry."""
 
 _PATIENT_S = 5.0
-_DURABLE_MAX_BLOCKS = 96
+_DURABLE_MAX_BLOCKS = 48
+_ALL_BLOCKS = 4096
 _RSS_ROOM_BYTES = 32 * MIB
 _DESCRIPTORS_ROOM = 8
 _THREADS_ROOM = 8
@@ -54,18 +55,19 @@ class Stage:
         *,
         rng: random.Random,
         redis: RedisServer | None = None,
-        namespace: Namespace | None = None,
+        heal_s: float = HEAL_S,
     ) -> None:
         self.folder = folder
         self.ledger = ledger
         self.rng = rng
         self.redis = redis
         self.journal = Journal()
-        self.namespace = namespace or drill_namespace()
+        self.namespace = drill_namespace()
         self.store = StoreProcess(folder, settings)
         self.client = self.new_client()
         self._base: Footprint | None = None
         self._evictions_seen = (0, 0)
+        self._heal_s = heal_s
 
     @property
     def block_bytes(self) -> int:
@@ -86,9 +88,16 @@ class Stage:
         return client
 
     def close(self) -> None:
-        """End the store and the client."""
+        """End the client, the store and Redis."""
         self.client.close()
         self.store.kill()
+        if self.redis is not None:
+            self.redis.stop()
+
+    def ensure_running(self) -> None:
+        """Start the store unless it runs."""
+        if not self.store.is_running:
+            self.store.start()
 
     def new_chain(self, num_blocks: int) -> PrefixChain:
         """Name blocks that nobody has put."""
@@ -116,12 +125,19 @@ class Stage:
         with self.ledger.timing(f"get of {len(chain)} blocks", timeout_s):
             result = (client or self.client).fetch_into(chain, rows, timeout_s=timeout_s)
         self.verify_rows(chain.keys[: result.blocks], rows, "get")
+        if (result.reason is None) != (result.blocks == len(chain)):
+            self.ledger.note_violation(f"{result.blocks} of {len(chain)} blocks: reason {result.reason}")
         return result
 
     def match(self, chain: PrefixChain, *, client: KVStore | None = None, timeout_s: float = CALL_S) -> int:
         """Return how many leading blocks are stored."""
         with self.ledger.timing(f"match of {len(chain)} blocks", timeout_s):
-            return (client or self.client).match(chain, timeout_s=timeout_s).blocks
+            found = (client or self.client).match(chain, timeout_s=timeout_s)
+        if (found.reason is None) != (found.blocks == len(chain)):
+            self.ledger.note_violation(
+                f"match of {found.blocks} of {len(chain)} blocks: reason {found.reason}"
+            )
+        return found.blocks
 
     def verify_rows(
         self, keys: Sequence[BlockKey], rows: "np.ndarray[Any, np.dtype[np.uint8]]", what: str
@@ -147,7 +163,7 @@ class Stage:
         self.journal.note_durable(chain)
         return True
 
-    def fill_durable(self, num_blocks: int = 24) -> list[PrefixChain]:
+    def fill_durable(self, num_blocks: int = 16) -> list[PrefixChain]:
         """Have some new chains of random lengths acknowledged as durable; the oldest others make room."""
         for chain in self.journal.durable_chains():
             if self.journal.num_blocks + num_blocks <= _DURABLE_MAX_BLOCKS:
@@ -165,7 +181,7 @@ class Stage:
 
     def empty_dram(self) -> None:
         """Push everything out of dram by blocks that nobody wants, so that reads come from below."""
-        filler = self.new_chain(2 * self.store.settings.dram_bytes // self.block_bytes)
+        filler = self.new_chain(3 * self.store.settings.dram_bytes // (2 * self.block_bytes))
         for start in range(0, len(filler), 8):
             self.put(filler[start : start + 8], timeout_s=_PATIENT_S)
         self.client.flush()
@@ -214,12 +230,21 @@ class Stage:
         missing: list[BlockKey] = []
         for chain in self.journal.durable_chains():
             missing += self._missing(chain)
-        self.journal.note_evicted(self._new_evictions())
+        evicted = self._new_evictions()
+        if evicted:
+            self.ledger.note_effect("ssd_evictions_counted", evicted)
+        self.journal.note_evicted(evicted)
         lost, incomplete = self.journal.settle(missing)
         for chain in incomplete:
             self.client.drop(chain)
         if lost:
             self.ledger.note_lost(f"block {lost[0].hex()[:12]}", len(lost))
+
+    def drop_damaged(self) -> None:
+        """Have the store look at all it holds, so that injected damage is dropped before the checks."""
+        for line in self.client.check(sample_blocks=_ALL_BLOCKS):
+            if not line.endswith("; dropped"):
+                self.ledger.note_violation(f"check: {line}")
 
     def verify_becomes_durable(self) -> None:
         """Check that new blocks are made durable again soon: what was out of use heals by itself."""
@@ -268,7 +293,7 @@ class Stage:
     def _missing(self, chain: PrefixChain) -> list[BlockKey]:
         """Return the keys of a chain that are not served, also after some patience."""
         missing: list[BlockKey] = []
-        give_up_s = time.monotonic() + HEAL_S
+        give_up_s = time.monotonic() + self._heal_s
         while len(chain):
             result = self.get(chain, timeout_s=_PATIENT_S)
             if result.blocks == len(chain):

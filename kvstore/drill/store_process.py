@@ -103,7 +103,7 @@ class StoreProcess:
         words = [sys.executable, "-P", "-m", "kvstore.cli", "serve", "--config", str(config), "--json"]
         with (self.folder / "store.log").open("ab") as log:
             self._process = subprocess.Popen(
-                guarded([*prefix, *words]),
+                [*prefix, *guarded(words)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,

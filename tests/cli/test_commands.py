@@ -1,5 +1,6 @@
 """The command line against a real server: what it prints, and how it ends."""
 
+import errno
 import json
 import os
 import subprocess
@@ -86,6 +87,63 @@ def test_nothing_stored_is_status_one_and_writes_no_file(run: Run, tmp_path: Pat
     assert status == 1
     assert json.loads(printed)["reason"] == "never_seen"
     assert not out.exists()
+
+
+def test_nothing_stored_removes_the_file_of_an_earlier_get_and_says_so(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.write_bytes(b"of another prompt")
+    names = [*NAMES, "--tokens", "900,901,902,903", "--out", str(out)]
+
+    status, printed, _ = run("get", *names)
+
+    assert (status, printed) == (1, f"0 of 1 blocks; the next one: never_seen; removed {out}\n")
+    assert list(tmp_path.iterdir()) == []
+    assert "removed" not in json.loads(run("get", *names, "--json")[1])
+
+
+def test_blocks_replace_a_file_whole_and_keep_its_mode_and_links(
+    run: Run, payload: Path, tmp_path: Path
+) -> None:
+    run("put", *NAMES, *TOKENS, "--in", str(payload))
+    out, link = tmp_path / "out", tmp_path / "link"
+    out.write_bytes(bytes(1 << 20))
+    out.chmod(0o640)
+    link.symlink_to(out)
+    reading = out.open("rb")
+
+    status, _, _ = run("get", *NAMES, *TOKENS, "--out", str(link))
+
+    with reading:
+        assert reading.read() == bytes(1 << 20)
+    assert (status, out.read_bytes()) == (0, payload.read_bytes())
+    assert out.stat().st_mode & 0o777 == 0o640
+    assert link.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "out", "payload"]
+
+
+def test_a_device_is_written_to_and_never_replaced_or_removed(run: Run, payload: Path) -> None:
+    run("put", *NAMES, *TOKENS, "--in", str(payload))
+
+    assert run("get", *NAMES, *TOKENS, "--out", "/dev/null")[0] == 0
+    assert run("get", *NAMES, "--tokens", "900,901,902,903", "--out", "/dev/null")[0] == 1
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_result_that_cannot_be_written_leaves_the_file_as_it_was(
+    run: Run, payload: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("put", *NAMES, *TOKENS, "--in", str(payload))
+    out = tmp_path / "out"
+    out.write_bytes(b"before")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+
+    assert run("get", *NAMES, *TOKENS, "--out", str(out))[0] == 2
+    assert out.read_bytes() == b"before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "payload"]
 
 
 @pytest.mark.parametrize(

@@ -87,15 +87,16 @@ async def test_a_continued_chain_is_found_from_its_beginning(
 
 
 async def test_blocks_beyond_the_room_are_dropped_from_the_end(client: Face) -> None:
-    namespace = Namespace("big", KVLayout.opaque(block_bytes=4 << 20, block_tokens=4))
+    namespace = Namespace("big", KVLayout.opaque(block_bytes=15 << 18, block_tokens=4))
     client.open_namespace(namespace)
     chain = namespace.chain(range(4 * 8))
-    payload = np.zeros(8 * (4 << 20), np.uint8)
+    payload = np.zeros(8 * (15 << 18), np.uint8)
 
     put = await client.put(chain, payload, timeout_s=0.5)
 
     assert put.stored + put.present + put.dropped == 8
     assert 0 < put.dropped < 8
+    assert len(put.doubtful) == put.dropped
     assert (await client.match(chain)).blocks == put.stored
 
 

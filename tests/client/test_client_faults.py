@@ -57,7 +57,7 @@ async def test_without_a_server_the_data_path_misses_and_control_calls_say_so(
 
     assert (found.blocks, found.reason) == (0, MissReason.UNAVAILABLE)
     assert (fetched.blocks, fetched.reason) == (0, MissReason.UNAVAILABLE)
-    assert await face.put(chain, payloads) == PutResult(0, 0, 8)
+    assert await face.put(chain, payloads) == PutResult(0, 0, 8, doubtful=tuple(range(8)))
     assert await face.prefetch(chain) == 0
     assert await face.get(chain) == []
     with pytest.raises(ServerUnavailable, match="is it running"):
@@ -165,7 +165,7 @@ async def test_a_copy_under_way_stops_when_the_connection_is_lost(
 
     assert copied == [64 << 10]
     if verb == "put":
-        assert result == PutResult(0, 0, 8)
+        assert result == PutResult(0, 0, 8, doubtful=tuple(range(8)))
     else:
         assert (result.blocks, result.reason) == (1, MissReason.UNAVAILABLE)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.errors import ProtocolMismatch
+from kvstore.errors import InvalidRequest, ProtocolMismatch
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import KVLayout, Part
 from kvstore.messages import (
@@ -86,7 +86,7 @@ REQUESTS: dict[str, Request] = {
     "prefetch": Prefetch(_CHAIN, 0),
     "drop": Drop(_CHAIN, 0),
     "stats": Stats(),
-    "check": Check(64),
+    "check": Check(64, 5_000_000),
     "flush": Flush(1_000_000),
     "ping": Ping(),
     "why": Why(_CHAIN, 50_000),
@@ -162,7 +162,7 @@ def chains(draw: st.DrawFn) -> ChainRef:
     """A chain of up to 20 keys, at the start of its sequence or not, whole blocks or parts."""
     start = draw(u32)
     parent = BlockKey(draw(keys)) if start else None
-    blocks = tuple(BlockKey(key) for key in draw(st.lists(keys, max_size=20)))
+    blocks = tuple(BlockKey(key) for key in draw(st.lists(keys, max_size=20, unique=True)))
     namespace = NamespaceDigest(draw(keys))
     return ChainRef(
         PrefixChain(namespace, blocks, draw(st.integers(1, 65535)), start, parent), draw(st.none() | parts)
@@ -316,13 +316,23 @@ def test_a_prefix_of_another_version_or_magic_or_size_is_refused() -> None:
             FrameDecoder(bad).next_frame()
 
 
+def test_a_request_that_names_a_block_twice_is_invalid() -> None:
+    twice = ChainRef(PrefixChain(_DIGEST, (*_KEYS, _KEYS[0]), 16))
+
+    for request in (Match(twice, 1), Commit(twice, ())):
+        with pytest.raises(InvalidRequest, match="names a block twice"):
+            decode_request(_frame(encode_message(request, 1)))
+    with pytest.raises(ProtocolMismatch, match="names a block twice"):
+        decode_request(_frame(encode_message(Release(1, twice), 1)))
+
+
 def test_a_body_above_the_limit_is_not_sent() -> None:
     with pytest.raises(ProtocolMismatch, match="limit"):
         encode_frame(1, 1, (bytes(MAX_BODY_BYTES),))
 
 
 def test_a_request_with_the_most_keys_fits_and_one_more_is_refused() -> None:
-    keys_blob = [BlockKey(bytes(32))] * MAX_KEYS
+    keys_blob = [BlockKey(at.to_bytes(32, "big")) for at in range(MAX_KEYS)]
     most = ChainRef(PrefixChain(_DIGEST, tuple(keys_blob), 16))
 
     assert decode_request(_frame(encode_message(Match(most, 1), 1))) == Match(most, 1)

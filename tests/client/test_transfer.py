@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvstore import checksum as checksum_module
-from kvstore.checksum import checksum
+from kvstore.checksum import STEP_BYTES, checksum
 from kvstore.errors import InvalidRequest
 from kvstore.messages import LentSlot, ReadySlot
 from kvstore.transfer import ReadEnd, byte_view, read_slots, write_slots
@@ -97,10 +97,10 @@ def test_a_stale_writers_late_store_gets_no_valid_checksum(monkeypatch: pytest.M
 
 
 class WideArena(FakeArena):
-    """One slot of 2 MiB; it changes hands when its generation is looked at for the third time."""
+    """One slot of 4 MiB; it changes hands when its generation is looked at for the third time."""
 
     def __init__(self) -> None:
-        self.memory = bytearray(2 << 20)
+        self.memory = bytearray(4 << 20)
         self.looked = count(1)
 
     def generation(self, offset: int) -> int:
@@ -110,8 +110,8 @@ class WideArena(FakeArena):
 def test_writing_stops_inside_a_block_that_changes_hands() -> None:
     arena = WideArena()
 
-    assert write_slots(arena, [LentSlot(0, 0, 1)], [np.full(2 << 20, 9, np.uint8)], _never) == []
-    assert arena.memory.count(9) == 1 << 20
+    assert write_slots(arena, [LentSlot(0, 0, 1)], [np.full(4 << 20, 9, np.uint8)], _never) == []
+    assert arena.memory.count(9) == 2 * STEP_BYTES
 
 
 def test_writing_stops_inside_a_block_when_told() -> None:
@@ -119,10 +119,10 @@ def test_writing_stops_inside_a_block_when_told() -> None:
     arena = WideArena()
 
     assert (
-        write_slots(arena, [LentSlot(0, 0, 1)], [np.full(2 << 20, 9, np.uint8)], lambda: next(asked) == 1)
+        write_slots(arena, [LentSlot(0, 0, 1)], [np.full(4 << 20, 9, np.uint8)], lambda: next(asked) == 1)
         == []
     )
-    assert arena.memory.count(9) == 512 << 10
+    assert arena.memory.count(9) == STEP_BYTES
 
 
 @pytest.mark.parametrize("buffer", [3, None, "text", np.zeros((4, 4), np.uint8).T, [1, 2]])

@@ -87,7 +87,11 @@ def test_every_default_is_allowed_by_its_own_rule() -> None:
     [
         ("[store]\ntimeout = 1", ["[store]", "unknown key timeout", "timeout_s"]),
         ("[sever]\n", ["unknown section [sever]", "server"]),
-        ("[tiers.dran]\n", ["[tiers.dran]", "tiers.dram"]),
+        ("[tiers.dran]\n", ["[tiers.dran]", "did you mean [tiers.dram]?"]),
+        ("[tier.dram]\ncapacity_bytes = 1", ["section [tier.dram]", "did you mean [tiers.dram]?"]),
+        ("[tier.remote]\n", ["section [tier.remote]", "did you mean [tiers.remote]?"]),
+        ("[dram]\n", ["section [dram]", "did you mean [tiers.dram]?"]),
+        ("[tier]\n", ["section [tier]", "there are [server], [store], [tiers.dram]"]),
         ("[store]\nio_threads = 2", ["[store]", "io_threads", "[tiers.ssd]"]),
         ("[store]\nxyzzy = 2", ["[store]", "xyzzy", "--reference"]),
         ("socket = 1", ["socket", "outside any section"]),

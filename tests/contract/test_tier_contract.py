@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,8 @@ from kvstore.testing import FaultyTier, MemoryTier
 from kvstore.tier import ReadRequest, ReadStatus, Tier, WriteRequest, WriteStatus
 from kvstore_tiers.remote import RemoteTier
 from kvstore_tiers.ssd import SsdTier
+from kvstore_tiers.ssd_array import SsdArray
+from tests.redis_cluster import RedisCluster
 from tests.redis_server import RedisServer
 from tests.tiers.blocks import LAYOUT, aligned, block_id, header, payload, to_read, to_write
 
@@ -27,18 +30,30 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     server.stop()
 
 
-Maker = Callable[[Path, RedisServer], Tier]
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
+    servers = RedisCluster(tmp_path_factory.mktemp("cluster")).start()
+    yield servers
+    servers.stop()
+
+
+Fixture = Callable[[str], Any]
+Maker = Callable[[Path, Fixture], Tier]
 MAKERS: dict[str, Maker] = {
-    "memory": lambda _path, _redis: MemoryTier(capacity_bytes=CAPACITY),
-    "faulty without faults": lambda _path, _redis: FaultyTier(MemoryTier(capacity_bytes=CAPACITY)),
-    "ssd": lambda path, _redis: SsdTier(path / "ssd", capacity_bytes=CAPACITY),
-    "remote": lambda path, redis: RemoteTier(redis.url, key_prefix=str(path), timeout_s=5),
+    "memory": lambda _path, _get: MemoryTier(capacity_bytes=CAPACITY),
+    "faulty without faults": lambda _path, _get: FaultyTier(MemoryTier(capacity_bytes=CAPACITY)),
+    "ssd": lambda path, _get: SsdTier(path / "ssd", capacity_bytes=CAPACITY),
+    "ssd of two folders": lambda path, _get: SsdArray(
+        [SsdTier(path / name, capacity_bytes=CAPACITY // 2) for name in ("a", "b")]
+    ),
+    "remote": lambda path, get: RemoteTier(get("redis").url, key_prefix=str(path), timeout_s=5),
+    "remote cluster": lambda path, get: RemoteTier(get("cluster").url, key_prefix=str(path), timeout_s=5),
 }
 
 
 @pytest.fixture(params=MAKERS)
-async def tier(request: pytest.FixtureRequest, tmp_path: Path, redis: RedisServer) -> AsyncIterator[Tier]:
-    made = MAKERS[request.param](tmp_path, redis)
+async def tier(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Tier]:
+    made = MAKERS[request.param](tmp_path, request.getfixturevalue)
     await made.open()
     yield made
     assert getattr(made, "check", list)() == []

@@ -55,9 +55,9 @@ class Harness:
 
 
 @contextlib.asynccontextmanager
-async def running(*lower, blocks=16, epoch_file=None, **settings):
+async def running(*lower, blocks=16, staging_blocks=0, epoch_file=None, **settings):
     """Open a manager over an arena of ``blocks`` slots; check() runs before it is closed."""
-    dram = DramTier(capacity_bytes=blocks * BLOCK_BYTES)
+    dram = DramTier(capacity_bytes=blocks * BLOCK_BYTES, staging_bytes=staging_blocks * BLOCK_BYTES)
     limits = ManagerSettings(timeout_s=1.0, **settings)
     manager = BlockManager(dram, lower, settings=limits, epoch_file=epoch_file)
     await manager.open()

@@ -178,3 +178,8 @@ def test_engine_hashes_are_named_within_the_namespace():
 def test_a_namespace_of_wrong_fields_is_refused(fields):
     with pytest.raises(InvalidLayout):
         Namespace(**{"model": "m", "layout": LAYOUT, **fields})
+
+
+def test_equal_hashes_of_an_engine_make_no_chain():
+    with pytest.raises(InvalidRequest, match="names a block twice"):
+        Namespace("m", KVLayout.opaque(block_bytes=64, block_tokens=4)).chain_of_hashes([b"a", b"b", b"a"])

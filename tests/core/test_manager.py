@@ -198,6 +198,25 @@ async def test_a_leased_block_is_never_evicted():
         store.manager.release(fetched.lease)
 
 
+async def test_blocks_on_disk_are_served_while_all_of_dram_is_leased():
+    disk = GatedTier("ssd")
+    async with running(disk, blocks=4, staging_blocks=4) as store:
+        cold = SPACE.chain(range(100, 116))
+        await store.put(cold)
+        await store.manager.flush(timeout_s=5)
+        hot = SPACE.chain(range(16))
+        await store.put(hot)
+        fetched = await store.manager.fetch(hot, owner=store.owner)
+        assert store.dram.used_bytes == store.dram.capacity_bytes
+
+        assert await store.fetch(cold) == (["ssd"] * 4, None)
+
+        assert (await store.manager.match(hot)).tiers == ("dram",) * 4
+        store.manager.release(fetched.lease)
+        await store.manager._space.age()
+        assert store.dram.used_bytes < store.dram.capacity_bytes
+
+
 async def test_an_expired_lease_protects_no_more():
     async with running(blocks=4, lease_s=0.0) as store:
         chain = SPACE.chain(range(16))
@@ -578,3 +597,27 @@ async def test_the_store_stays_below_its_high_water_mark():
             await asyncio.sleep(0)
 
         assert store.dram.used_bytes <= 8 * BLOCK_BYTES
+
+
+async def test_tiers_below_are_told_of_uses_the_latest_last():
+    disk = TouchedTier("ssd")
+    async with running(disk) as store:
+        first, second = SPACE.chain(range(8)), SPACE.chain(range(50, 58))
+        await store.put(first)
+        await store.put(second)
+        await store.manager.flush(timeout_s=5)
+        for chain in (first, second, first):
+            await store.fetch(chain)
+
+        await store.manager._uses.tell()
+
+        assert [block.key for block in disk.touched] == [*second.keys[::-1], *first.keys[::-1]]
+
+
+class TouchedTier(GatedTier):
+    def __init__(self, name):
+        super().__init__(name)
+        self.touched = []
+
+    async def touch(self, blocks):
+        self.touched += blocks

@@ -68,7 +68,7 @@ async def test_a_shared_tier_that_was_down_is_no_reason_to_let_the_only_copy_go(
         await store.manager.flush(timeout_s=5)
         remote.stored.clear()
         remote.is_up = False
-        await store.manager._pass_on_uses()
+        store.manager._doubt_tiers_that_are_down()
         remote.is_up = True
 
         await store.put(SPACE.chain(range(100, 132)))
@@ -92,6 +92,71 @@ async def test_a_fetch_serves_what_there_is_room_for_while_another_tier_is_busy(
         store.manager._mover._queues["remote"].in_flight = 0
         assert fetched == (["ssd"] * 2, MissReason.NO_ROOM)
         store.manager.release(kept.lease)
+
+
+async def test_the_tail_of_a_chain_on_top_makes_room_for_its_head_below():
+    ssd = GatedTier("ssd")
+    chain = await stored_below(ssd, tokens=64)
+    async with running(ssd, blocks=8) as store:
+        assert await store.manager.prefetch(chain[8:]) == 8
+
+        assert await store.fetch(chain) == (["ssd"] * 8, MissReason.NO_ROOM)
+
+
+async def test_a_tier_that_is_down_does_not_hide_the_copies_behind_it():
+    ssd, remote = GatedTier("ssd"), GatedTier("remote", is_shared=True)
+    chain = await stored_below(ssd, remote)
+    async with running(ssd, remote) as store:
+        ssd.is_up = False
+
+        assert (await store.manager.match(chain)).tiers == ("remote",) * 5
+        assert await store.fetch(chain) == (["remote"] * 5, None)
+        ssd.is_up = True
+
+
+async def test_a_put_is_no_duplicate_of_what_only_a_tier_that_is_down_holds():
+    ssd = GatedTier("ssd")
+    chain = await stored_below(ssd)
+    async with running(ssd) as store:
+        ssd.is_up = False
+        assert (await store.manager.match(chain)).reason is MissReason.UNAVAILABLE
+
+        assert await store.put(chain) == 5
+
+        assert await store.fetch(chain) == (["dram"] * 5, None)
+        ssd.is_up = True
+
+
+async def test_a_damaged_block_is_counted_once_however_many_tiers_are_below():
+    ssd, remote = GatedTier("ssd"), GatedTier("remote", is_shared=True)
+    async with running(ssd, remote) as store:
+        ssd.gate.clear()
+        remote.gate.clear()
+        first, chain = SPACE.chain(range(50, 54)), SPACE.chain(range(4))
+        await store.put(first)
+        await asyncio.sleep(0)
+        await store.put(chain)
+        fetched = await store.manager.fetch(chain, owner=store.owner)
+        async with store.dram.writing([fetched.blocks[0].slot], BLOCK_BYTES) as (buffer,):
+            np.asarray(buffer)[17] ^= 1
+        store.manager.release(fetched.lease)
+        ssd.gate.set()
+        remote.gate.set()
+
+        await store.manager.flush(timeout_s=5)
+
+        assert store.manager.stats()["corrupt_blocks"] == {"dram": 1}
+
+
+async def test_a_block_that_was_damaged_in_a_shared_tier_is_missed_as_corrupt_from_then_on():
+    remote = GatedTier("remote", is_shared=True)
+    chain = await stored_below(remote, tokens=4)
+    async with running(remote) as store:
+        next(iter(remote.stored.values()))[1][100] ^= 1
+        assert await store.fetch(chain) == ([], MissReason.CORRUPT)
+        remote.stored.clear()
+
+        assert (await store.manager.match(chain)).reason is MissReason.CORRUPT
 
 
 async def test_a_namespace_of_a_live_owner_is_not_forgotten(monkeypatch):
@@ -163,7 +228,7 @@ async def test_tiers_below_learn_of_uses_above_them():
         await store.manager.flush(timeout_s=5)
         await store.fetch(chain)
 
-        await store.manager._pass_on_uses()
+        await store.manager._uses.tell()
 
         assert [block.key for block in ssd.touched] == list(reversed(chain.keys))
 

@@ -78,7 +78,7 @@ async def test_a_slot_lent_before_an_epoch_ended_is_not_published():
 
 
 async def test_an_epoch_is_kept_across_a_restart(tmp_path):
-    file = EpochFile(tmp_path / "epochs")
+    file = EpochFile([tmp_path / "epochs"])
     ssd = GatedTier("ssd")
     chain = SPACE.chain(range(20))
     async with running(ssd, epoch_file=file) as store:
@@ -98,14 +98,14 @@ async def test_what_is_stored_is_dropped_when_the_epochs_are_lost(tmp_path):
         await store.manager.flush(timeout_s=5)
     (tmp_path / "epochs").write_bytes(b"damage")
 
-    async with running(ssd, epoch_file=EpochFile(tmp_path / "epochs")) as again:
+    async with running(ssd, epoch_file=EpochFile([tmp_path / "epochs"])) as again:
         assert (await again.manager.match(SPACE.chain(range(20)))).blocks == 0
         assert ssd.stored == {}
 
 
 @pytest.mark.parametrize("at", [0, 20, 40, 45])
 def test_a_damaged_epoch_file_is_seen(tmp_path, at):
-    file = EpochFile(tmp_path / "epochs")
+    file = EpochFile([tmp_path / "epochs"])
     file.write({"model": 3, "m2": 1})
     data = bytearray((tmp_path / "epochs").read_bytes())
     data[at] ^= 1
@@ -117,7 +117,7 @@ def test_a_damaged_epoch_file_is_seen(tmp_path, at):
 
 def test_an_epoch_file_in_a_folder_that_is_gone_says_where_and_why(tmp_path):
     with pytest.raises(TierUnavailable, match="epochs cannot be kept"):
-        EpochFile(tmp_path / "gone" / "epochs").write({"m": 1})
+        EpochFile([tmp_path / "gone" / "epochs"]).write({"m": 1})
 
 
 async def test_a_namespace_at_its_quota_evicts_its_own_blocks_only():
@@ -321,3 +321,56 @@ async def test_why_names_an_ended_epoch():
         reports = await store.manager.why(chain)
 
         assert {report.reason for report in reports} == {MissReason.OTHER_EPOCH}
+
+
+def test_the_epochs_of_several_disks_are_the_highest_of_any(tmp_path):
+    one, other = tmp_path / "a", tmp_path / "b"
+    EpochFile([one]).write({"m": 3, "n": 1})
+    EpochFile([other]).write({"m": 1, "n": 4})
+
+    assert EpochFile([one, other]).read() == {"m": 3, "n": 4}
+
+
+def test_one_sound_epoch_file_is_enough(tmp_path):
+    one, other = tmp_path / "a", tmp_path / "b"
+    EpochFile([one, other]).write({"m": 3})
+    one.write_bytes(b"damage")
+
+    assert EpochFile([one, other]).read() == {"m": 3}
+
+
+async def test_an_epoch_ended_on_one_node_ends_on_another_that_shares_a_remote_tier():
+    remote = GatedTier("remote", is_shared=True)
+    async with running(remote) as one, running(remote) as other:
+        chain = SPACE.chain(range(20))
+        await other.put(chain)
+
+        await one.manager.advance_epoch("m")
+        await other.manager._epochs._follow()
+
+        assert other.manager.epoch("m") == 1
+        assert await other.fetch(chain) == ([], MissReason.OTHER_EPOCH)
+
+
+async def test_an_epoch_a_remote_tier_forgot_is_told_to_it_again():
+    remote = GatedTier("remote", is_shared=True)
+    async with running(remote) as store:
+        await store.manager.advance_epoch("m")
+        remote.stored.clear()
+
+        await store.manager._epochs._follow()
+
+        assert len(remote.stored) == 1
+
+
+async def test_a_remote_tier_that_is_behind_does_not_lower_an_epoch():
+    remote = GatedTier("remote", is_shared=True)
+    async with running(remote) as behind:
+        await behind.manager.advance_epoch("m")
+    async with running(remote) as store:
+        for _ in range(3):
+            store.manager._state.directory.raise_epoch("m", 3)
+
+        await store.manager._epochs._follow()
+
+        assert store.manager.epoch("m") == 3

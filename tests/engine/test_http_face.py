@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from kvstore.errors import TierFull
+from kvstore_engine_adapter.generation import Prefilled, RequestReport, Token
 from kvstore_engine_adapter.http_face import MAX_BODY_BYTES, HttpFace
 from kvstore_engine_adapter.paged_engine import EngineSettings, PagedEngine
 
@@ -302,6 +304,71 @@ async def test_models_and_health_are_reported(client):
     assert await client.get("/healthz") == (200, {"status": "ok"})
     status, stats = await client.get("/stats")
     assert (status, stats["waiting_requests"]) == (200, 0)
+
+
+async def raw_answer(client, data):
+    """All bytes that the server sends on one connection, until it closes it."""
+    url = client._session._base_url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    content = json.dumps(data).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    writer.write(head.encode() + content)
+    try:
+        async with asyncio.timeout(30):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("secret"), "the server failed; its log says why"),
+        (TimeoutError("secret"), "the server failed; its log says why"),
+        (ConnectionError("secret"), "the server failed; its log says why"),
+        (TierFull("vram: full"), "vram: full"),
+        (FloatingPointError("not finite"), "not finite"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("num_tokens", [0, 3])
+async def test_whatever_fails_in_a_stream_is_its_last_event_and_never_a_second_response(
+    client, monkeypatch, caplog, error, said, num_tokens
+):
+    async def generate(_request):
+        yield Prefilled(RequestReport(10))
+        for _ in range(num_tokens):
+            yield Token(5)
+        raise error
+
+    monkeypatch.setattr(client.engine, "generate", generate)
+
+    answer = await raw_answer(client, body(stream=True))
+
+    head, _, stream = answer.partition(b"\r\n\r\n")
+    events = [line for line in stream.split(b"\n\n") if b"data: " in line]
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert stream.endswith(b"\r\n0\r\n\r\n")
+    assert json.loads(events[-1].partition(b"data: ")[2])["error"]["message"] == said
+    assert b"secret" not in answer
+    assert b"[DONE]" not in answer
+    assert type(error).__name__ in caplog.text
+    assert "Traceback" in caplog.text
+
+
+@pytest.mark.parametrize("error", [ValueError("secret"), TimeoutError("secret"), ConnectionError("secret")])
+async def test_whatever_fails_before_an_answer_has_openais_shape(client, monkeypatch, error):
+    async def generate(_request):
+        raise error
+        yield  # makes it a generator
+
+    monkeypatch.setattr(client.engine, "generate", generate)
+
+    for is_streaming in (False, True):
+        status, answer, _ = await client.post(body(stream=is_streaming))
+        assert status == 500
+        assert answer["error"]["message"] == "the server failed; its log says why"
 
 
 async def test_a_client_that_hangs_up_ends_its_request(client):

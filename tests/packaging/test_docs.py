@@ -1,12 +1,17 @@
 """The documentation names what the code has."""
 
 import asyncio
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
+from kvstore import answers, requests, server, wire
+from kvstore.answers import FailureCode
 from kvstore.miss import MissReason
+from kvstore.server_socket import BACKLOG
+from kvstore.serving import MAX_IN_FLIGHT
 from tests.core.manager_harness import running
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -37,3 +42,54 @@ def test_every_page_is_linked_from_the_index():
     linked = set(re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "README.md").read_text()))
 
     assert {path.name for path in DOCS.glob("*.md")} - {"README.md"} <= linked
+
+
+def generated_pages():
+    path = DOCS.parent / "scripts" / "reference.py"
+    if not path.exists():
+        return {}
+    spec = importlib.util.spec_from_file_location("reference", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.PAGES
+
+
+@pytest.mark.parametrize(("name", "page"), generated_pages().items())
+def test_a_generated_page_says_what_the_code_says(name, page):
+    assert (DOCS / name).read_text() == page(), "run .venv/bin/python scripts/reference.py"
+
+
+def message_kinds(module):
+    found = vars(module).values()
+    return {
+        (kind.KIND, kind.__name__) for kind in found if isinstance(kind, type) and "KIND" in kind.__dict__
+    }
+
+
+def test_every_message_of_the_protocol_is_documented_with_its_number():
+    rows = re.findall(r"^\| (\w+) \| `(\w+)` \|", (DOCS / "wire.md").read_text(), re.MULTILINE)
+
+    assert {(int(kind, 0), name) for kind, name in rows} == message_kinds(requests) | message_kinds(answers)
+
+
+def test_every_failure_code_is_documented():
+    assert first_column("wire.md") == {code.value for code in FailureCode}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"A prefix of {wire.PREFIX_BYTES} bytes",
+        f"| `{wire.MAGIC.decode()}` |",
+        f"protocol version: {wire.VERSION} |",
+        f"at most {wire.MAX_BODY_BYTES} |",
+        f"at most {wire.MAX_KEYS} keys",
+        f"At most {MAX_IN_FLIGHT} requests of a connection",
+        f"{BACKLOG} clients may be greeting",
+        f"within {server._GREETING_TIMEOUT_S:g} s",
+        f"at most {wire._MAX_ARRAY} values",
+        f"(UTF-8, at most {wire._MAX_TEXT_BYTES} bytes)",
+    ],
+)
+def test_the_numbers_of_the_protocol_are_those_of_the_code(text):
+    assert text in " ".join((DOCS / "wire.md").read_text().split())

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore import AsyncKVStore, KVLayout, Namespace, Timeouts
+from kvstore import AsyncKVStore, KVLayout, Namespace, PrefixChain, Timeouts
 from kvstore import serving as serving_module
+from kvstore.assembly import assemble
 from kvstore.config import Config
-from kvstore.errors import InvalidConfig, ServerUnavailable
+from kvstore.errors import InvalidConfig, InvalidRequest, ServerUnavailable, TierUnavailable
 from kvstore.messages import (
     ChainRef,
     Check,
@@ -171,10 +172,72 @@ async def test_a_file_in_the_way_is_refused_and_left_alone(tmp_path: Path) -> No
     assert path.read_text() == "precious"
 
 
-async def test_a_missing_folder_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfig, match="folder must exist"):
-        async with serving(_config(), socket_path=tmp_path / "absent" / "kv.sock"):
+async def test_a_missing_folder_is_made_for_the_servers_user_alone(tmp_path: Path) -> None:
+    path = tmp_path / "kvstore" / "kv.sock"
+
+    async with serving(_config(), socket_path=path), await AsyncKVStore.connect(path) as client:
+        await client.ping()
+
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("folder", ["absent/kvstore", "file", "file/kvstore"])
+async def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "file").touch()
+
+    with pytest.raises(InvalidConfig, match=r"kv\.sock: .+: .+folder|folder .+: .+: make "):
+        async with serving(_config(), socket_path=tmp_path / folder / "kv.sock"):
             pass
+
+    assert not (tmp_path / "absent").exists()
+
+
+def _config_with_ssd(folder: Path) -> Config:
+    return Config.from_dict(
+        {
+            "tiers": {
+                "dram": {"capacity_bytes": 4 * MIB, "staging_bytes": MIB},
+                "ssd": {"path": str(folder), "capacity_bytes": 4 * MIB},
+            }
+        }
+    )
+
+
+async def test_a_server_whose_socket_is_taken_makes_nothing(server: StoreServer, tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match="another server answers"):
+        async with serving(_config_with_ssd(tmp_path / "ssd"), socket_path=tmp_path / "kv.sock"):
+            pass
+
+    assert not (tmp_path / "ssd").exists()
+
+
+async def test_a_tier_that_cannot_be_opened_leaves_no_socket(tmp_path: Path) -> None:
+    (tmp_path / "ssd").write_text("in the way")
+
+    with pytest.raises(TierUnavailable):
+        async with serving(_config_with_ssd(tmp_path / "ssd"), socket_path=tmp_path / "kv.sock"):
+            pass
+
+    assert not (tmp_path / "kv.sock").exists()
+
+
+async def test_whoever_connects_before_the_tiers_are_open_is_told_so_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "kv.sock"
+    store = assemble(_config())
+    server = StoreServer(store.manager, socket_path=path)
+    await server.listen()
+    await store.manager.open()
+
+    async with await AsyncKVStore.connect(path, timeouts=PATIENT) as client:
+        with pytest.raises(ServerUnavailable, match="starting"):
+            await client.ping()
+        with pytest.raises(InvalidConfig, match="another server answers"):
+            await StoreServer(store.manager, socket_path=path).listen()
+        server.start(store.dram.arena.fd)
+        await client.ping(timeout_s=10)
+
+    await server.stop()
+    await store.manager.close()
 
 
 @pytest.mark.parametrize("address", ["", "unix:", "http://host/x", "a\0b", "x" * 108, "é" * 54])
@@ -342,8 +405,21 @@ async def test_a_chain_of_an_unknown_namespace_is_refused_and_the_connection_goe
         answer = await raw.ask(Match(about, 1000))
 
         assert isinstance(answer, Failed)
-        assert answer.code is FailureCode.INVALID_REQUEST
+        assert answer.code is FailureCode.NAMESPACE_NOT_OPEN
         assert await raw.ask(Ping()) == Done()
+
+
+async def test_a_chain_that_names_a_block_twice_is_refused_and_the_connection_goes_on(
+    server: StoreServer, client: AsyncKVStore
+) -> None:
+    chain = NAMESPACE.chain(range(4))
+    twice = PrefixChain(chain.namespace, chain.keys * 2, 4)
+
+    for call in (client.match(twice), client.put(twice, np.zeros(8192, np.uint8)), client.drop(twice)):
+        with pytest.raises(InvalidRequest, match="names a block twice"):
+            await call
+    assert (await client.match(chain)).blocks == 0
+    assert client.client_stats().connects == 1
 
 
 async def test_a_client_that_does_not_read_is_bounded_and_then_closed(
@@ -364,7 +440,7 @@ async def test_a_client_that_does_not_read_is_bounded_and_then_closed(
 async def test_requests_under_way_are_answered_when_the_server_stops(tmp_path: Path) -> None:
     path = tmp_path / "kv.sock"
     async with serving(_config(), socket_path=path) as server, _greeted(tmp_path) as raw:
-        await raw.send(encode_message(Check(64), 9))
+        await raw.send(encode_message(Check(64, 10_000_000), 9))
         await _until(lambda: server.counters.requests["check"])
         stopping = asyncio.create_task(server.stop())
         answered = await raw.answer()

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from kvstore import KVLayout, Namespace, PrefixChain
+from kvstore.arena_link import ArenaCache
+from kvstore.async_link import AsyncLink
 from kvstore.checksum import checksum
 from kvstore.config import Config
 from kvstore.keys import BlockKey
 from kvstore.manager import BlockManager
+from kvstore.messages import ChainRef, Commit, Fetch, Lent, OpenNamespace, Reserve
 from kvstore.running import serving
 from kvstore.tier import BlockHeader, BlockId, ReadRequest, ReadStatus, WriteRequest, WriteStatus
 from kvstore_tiers.dram import DramTier
@@ -108,6 +111,47 @@ async def test_a_payload_that_differs_from_its_header_is_not_stored(tier: StoreT
 
     assert await tier.write([bad], deadline_s=_soon()) == [WriteStatus.FULL]
     assert (await tier.probe(_ids()[:1], deadline_s=_soon())).tiers == [None]
+
+
+async def test_a_block_without_room_is_not_taken_for_written_because_others_are_present(
+    tier: StoreTier, tmp_path: Path
+) -> None:
+    await tier.write(_writes(1, 2), deadline_s=_soon())
+    link = await AsyncLink.open(tmp_path / "kv.sock", ArenaCache())
+    await link.ask(OpenNamespace(NAMESPACE), _soon())
+    others = NAMESPACE.chain(range(1000, 1000 + 4 * 1000))
+    await link.ask(Fetch(ChainRef(CHAIN[1:3]), 1_000_000), _soon())
+    lent = await link.ask(Reserve(ChainRef(others), 10_000), _soon())
+
+    statuses = await tier.write(_writes(0, 1, 2), deadline_s=time.monotonic() + 0.2)
+
+    assert isinstance(lent, Lent)
+    assert 0 < len(lent.slots) < len(others)
+    # The store cannot say which block it had no room for, so nothing is claimed of any.
+    assert statuses[0] is not WriteStatus.OK
+    assert (await tier.probe(_ids(), deadline_s=_soon())).tiers == [None] * 4
+    await link.close()
+
+
+async def test_a_block_that_somebody_else_stored_meanwhile_is_written(
+    tier: StoreTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = StoreTier(tier._address)
+    await other.open()
+    other.open_namespace(NAMESPACE)
+    await tier.probe(_ids(), deadline_s=_soon())
+    link = tier._client._link
+    ask = link.ask
+
+    async def ask_late(request, deadline_s):
+        if isinstance(request, Commit):
+            assert await other.write(_writes(1), deadline_s=_soon()) == [WriteStatus.OK]
+        return await ask(request, deadline_s)
+
+    monkeypatch.setattr(link, "ask", ask_late)
+
+    assert await tier.write(_writes(0, 1), deadline_s=_soon()) == [WriteStatus.OK] * 2
+    await other.close()
 
 
 async def test_blocks_of_a_namespace_it_was_not_told_of_are_no_hits(tmp_path: Path) -> None:

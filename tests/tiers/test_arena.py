@@ -130,12 +130,15 @@ def test_more_than_may_be_locked_is_refused_by_its_name() -> None:
 
 
 async def test_loads_find_room_in_staging_when_the_rest_is_taken() -> None:
-    tier = DramTier(capacity_bytes=8 * 65536, staging_bytes=2 * 65536)
+    tier = DramTier(capacity_bytes=6 * 65536, staging_bytes=2 * 65536)
     await tier.open()
+    assert tier.capacity_bytes == 6 * 65536
     taken = tier.allocate(65536, 6)
     with pytest.raises(TierFull, match="are kept for staging"):
         tier.allocate(65536)
+    assert tier.has_staging_room(65536, 2)
     staged = tier.allocate_staging(65536, 2)
+    assert not tier.has_staging_room(65536)
     with pytest.raises(TierFull):
         tier.allocate_staging(65536)
     tier.free(taken[:2])

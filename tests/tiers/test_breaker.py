@@ -66,6 +66,19 @@ def test_failed_probes_double_the_delay_up_to_a_limit(breaker: CircuitBreaker, c
     assert breaker.times_opened == 1
 
 
+def test_a_delay_that_is_ended_leaves_the_next_call_to_probe(
+    breaker: CircuitBreaker, clock: FakeClock
+) -> None:
+    breaker.end_delay()
+    assert [breaker.allows(), breaker.allows()] == [True, True]
+    breaker.failed("silence", is_timeout=True)
+    breaker.end_delay()
+    assert [breaker.allows(), breaker.allows()] == [True, False]
+    breaker.failed("silence", is_timeout=True)
+    assert breaker.delay_s == 2.0
+    assert not breaker.allows()
+
+
 def test_an_abandoned_probe_leaves_the_next_call_to_probe(breaker: CircuitBreaker, clock: FakeClock) -> None:
     breaker.failed("silence", is_timeout=True)
     clock.advance(1.0)

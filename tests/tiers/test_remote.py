@@ -3,20 +3,22 @@
 import asyncio
 import logging
 import random
+import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvstore.errors import InvalidConfig
-from kvstore.testing import FakeClock
 from kvstore.tier import HEADER_BYTES, ReadStatus, WriteStatus
 from kvstore_tiers.remote import RemoteTier
-from kvstore_tiers.resp_address import RespAddress
-from tests.redis_server import RedisServer
-from tests.tiers.blocks import block_id, header, payload, to_read
-from tests.tiers.remote_calls import LENGTH, NAMES, opened, put, statuses, until_healed, within
+from kvstore_tiers.resp import RespConnection, RespFault
+from kvstore_tiers.resp_address import AddressLookup, RespAddress, SocketAddress
+from tests.redis_server import RedisServer, free_port
+from tests.tiers.blocks import block_id
+from tests.tiers.remote_calls import LENGTH, NAMES, opened, put, statuses, until, until_healed, within
 from tests.tiers.reply_proxy import Mangle, ReplyProxy
 
 
@@ -134,7 +136,10 @@ async def test_a_server_at_its_memory_limit_answers_full_and_still_serves(tmp_pa
 async def test_a_read_only_replica_is_unavailable_for_writes(redis: RedisServer, tmp_path: Path) -> None:
     replica = RedisServer(tmp_path / "replica", "--replicaof", f"127.0.0.1 {redis.port}").start()
     async with opened(replica.url) as tier:
-        assert await put(tier, 1) == [WriteStatus.UNAVAILABLE]
+        for _ in range(5):
+            assert await put(tier, 1) == [WriteStatus.UNAVAILABLE]
+        assert tier.health().is_up
+        assert await statuses(tier, 1) == [ReadStatus.ABSENT]
     replica.stop()
 
 
@@ -146,14 +151,23 @@ async def test_a_user_who_may_not_write_is_refused(redis: RedisServer) -> None:
         assert tier.counters["refused"] == 1
 
 
-async def test_five_commands_are_all_the_rights_it_needs(redis: RedisServer) -> None:
-    redis.ask(b"ACL", b"SETUSER", b"kv", b"on", b">pw", b"~kvstore:*", b"+get", b"+set", b"+del", b"+exists")
+@pytest.mark.parametrize("more", [[b"+ping"], []], ids=["with ping", "without ping"])
+async def test_five_commands_are_all_the_rights_it_needs(redis: RedisServer, more: list[bytes]) -> None:
+    rights = [b"+get", b"+set", b"+del", b"+exists", *more]
+    redis.ask(b"ACL", b"SETUSER", b"kv", b"reset", b"on", b">pw", b"~kvstore:*", *rights)
+    for words in ([b"EVAL", b"return 1", b"0"], [b"CONFIG", b"GET", b"*"], [b"KEYS", b"*"], [b"FLUSHALL"]):
+        assert b"no permissions" in redis.ask(b"ACL", b"DRYRUN", b"kv", *words)
+    assert b"no permissions" in redis.ask(b"ACL", b"DRYRUN", b"kv", b"GET", b"other:key")
     async with opened(f"redis://kv@127.0.0.1:{redis.port}/0", password="pw", ttl_s=60) as tier:
         assert await put(tier, 1) == [WriteStatus.OK]
         assert await statuses(tier, 1) == [ReadStatus.OK]
         assert (await tier.probe([block_id(1)], deadline_s=within(5))).tiers == ["remote"]
         await tier.drop([block_id(1)])
         assert await statuses(tier, 1) == [ReadStatus.ABSENT]
+        redis.pause()
+        assert await statuses(tier, 1, seconds=0.05) == [ReadStatus.TIMED_OUT]
+        redis.resume()
+        assert await until_healed(tier, 1) == [ReadStatus.ABSENT]
 
 
 async def test_a_time_to_live_is_set_on_the_server(redis: RedisServer) -> None:
@@ -289,29 +303,23 @@ async def test_random_damage_to_the_stream_is_never_served(redis: RedisServer) -
     dice = random.Random(3)
 
     def flip(data: bytes) -> bytes | None:
-        if dice.random() < 0.5:
+        if dice.random() < 0.9:
             return data
         damaged = bytearray(data)
         damaged[dice.randrange(min(len(data), 300))] ^= 1 << dice.randrange(8)
         return bytes(damaged)
 
-    clock = FakeClock()
-    async with opened(redis.url, timeout_s=10) as tier:
-        assert await put(tier, *range(6)) == [WriteStatus.OK] * 6
-    async with opened(proxy.url, clock=clock, timeout_s=0.2) as tier:
-        proxy.mangle = flip
-        served = 0
-        for _ in range(40):
-            requests = [to_read(number, LENGTH) for number in range(6)]
-            for request, number, outcome in zip(
-                requests, range(6), await tier.read(requests, deadline_s=clock.now_s + 10), strict=True
-            ):
-                if outcome.status is ReadStatus.OK:
-                    served += 1
-                    assert bytes(request.buffer[:LENGTH]) == payload(number, LENGTH)
-                    assert outcome.header == header(number, payload(number, LENGTH))
-            clock.advance(60)
-        assert served
+    proxy.mangle = flip
+    options = {"breaker_backoff_s": 0.001, "breaker_backoff_max_s": 0.001}
+    async with opened(redis.url, timeout_s=10) as sound, opened(proxy.url, **options) as tier:
+        found: Counter[ReadStatus] = Counter()
+        for _ in range(60):
+            # Those that seemed damaged were deleted.
+            assert await put(sound, *range(6), length=LENGTH) == [WriteStatus.OK] * 6
+            await until(lambda: tier.health().is_up)
+            found.update(await statuses(tier, *range(6), seconds=1))
+        assert found[ReadStatus.OK] > 10
+        assert found[ReadStatus.CORRUPT] > 10
     proxy.stop()
 
 
@@ -358,6 +366,28 @@ def test_a_url_may_hold_everything() -> None:
     address = RespAddress.parse("rediss://us%40er:p%3Aw@[::1]:7000/5")
     assert address == RespAddress("::1", 7000, "", 5, is_tls=True, user="us@er", password="p:w")
     assert str(address) == "rediss://[::1]:7000/5"
+
+
+def test_every_address_of_a_name_is_tried(redis: RedisServer) -> None:
+    class TwoAddresses(AddressLookup):
+        def find(self, timeout_s: float) -> list[SocketAddress]:
+            return [(socket.AF_INET, ("127.0.0.1", free_port())), *super().find(timeout_s)]
+
+    address = RespAddress.parse(redis.url)
+    connection = RespConnection.connect(
+        address, TwoAddresses(address), timeout_s=1, deadline_s=within(1), clock=time.monotonic
+    )
+    assert connection.is_quiet()
+    connection.close()
+
+
+@pytest.mark.parametrize("host", ["a" * 70, "x..y", "nul\0"])
+def test_a_host_that_no_resolver_takes_is_a_fault(host: str) -> None:
+    address = RespAddress.parse("redis://h").at(host, 6379)
+    lookup = AddressLookup(address)
+    with pytest.raises(RespFault, match="cannot connect"):
+        RespConnection.connect(address, lookup, timeout_s=5, deadline_s=within(5), clock=time.monotonic)
+    lookup.close()
 
 
 async def test_a_name_that_does_not_resolve_is_a_fault_in_time() -> None:

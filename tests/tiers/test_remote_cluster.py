@@ -181,15 +181,26 @@ async def test_a_single_url_to_a_cluster_is_a_miss_and_says_what_to_write(
     assert "write redis+cluster:// in the url" in caplog.text
 
 
-async def test_six_commands_are_all_the_rights_it_needs_on_a_cluster(cluster: RedisCluster) -> None:
-    rights = [b"+get", b"+set", b"+del", b"+exists", b"+ping", b"+cluster|slots"]
+async def test_seven_commands_are_all_the_rights_it_needs_on_a_cluster(cluster: RedisCluster) -> None:
+    rights = [b"+get", b"+set", b"+del", b"+exists", b"+ping", b"+asking", b"+cluster|slots"]
     for node in cluster.nodes:
-        node.ask(b"ACL", b"SETUSER", b"kv", b"on", b">pw", b"~kvstore:*", *rights)
-        node.ask(b"ACL", b"SETUSER", b"default", b"off")
+        node.ask(b"ACL", b"SETUSER", b"kv", b"reset", b"on", b">pw", b"~kvstore:*", *rights)
+        for words in ([b"EVAL", b"return 1", b"0"], [b"CONFIG", b"GET", b"*"], [b"KEYS", b"*"]):
+            assert b"no permissions" in node.ask(b"ACL", b"DRYRUN", b"kv", *words)
+        assert b"no permissions" in node.ask(b"ACL", b"DRYRUN", b"kv", b"CLUSTER", b"RESET")
+    source, target, _ = cluster.masters
+    number = held_by(cluster, source)[0]
     async with opened(cluster.url, user="kv", password="pw") as tier:
         assert await put(tier, *BLOCKS) == [WriteStatus.OK] * 60
         assert await statuses(tier, *BLOCKS) == [ReadStatus.OK] * 60
         assert tier.counters == {}
+        await tier.drop([block_id(number)])
+        slot = b"%d" % slot_of(number)
+        target.ask(b"CLUSTER", b"SETSLOT", slot, b"IMPORTING", cluster.node_id(source))
+        source.ask(b"CLUSTER", b"SETSLOT", slot, b"MIGRATING", cluster.node_id(target))
+        assert await put(tier, number) == [WriteStatus.OK]
+        assert await statuses(tier, number) == [ReadStatus.OK]
+        assert tier.counters == {"redirected": 2}
 
 
 # Slots

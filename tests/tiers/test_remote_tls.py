@@ -1,14 +1,16 @@
 """RemoteTier over TLS: through a relay that ends it, so that any server will do, and to one that has it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from kvstore.drill.store_process import PartFailed
 from kvstore.errors import TierUnavailable
 from kvstore.tier import ReadStatus, WriteStatus
 from kvstore_tiers.remote import RemoteTier
 from kvstore_tiers.remote_tls import TlsFiles
+from tests.redis_cluster import RedisCluster
 from tests.redis_server import RedisServer, find_binary, free_port
 from tests.tiers.certificates import Authority, Certificate
 from tests.tiers.remote_calls import opened, put, statuses
@@ -109,15 +111,8 @@ async def test_a_tls_file_that_is_no_use_stops_the_start(tmp_path: Path, authori
 async def test_a_server_that_has_tls_itself(tmp_path: Path, authority: Authority) -> None:
     ours = authority.sign("both", alternative="DNS:localhost")
     tls_port = free_port()
-    options = ["--tls-port", str(tls_port), "--tls-ca-cert-file", str(authority.own.cert)]
-    options += ["--tls-cert-file", str(ours.cert), "--tls-key-file", str(ours.key)]
-    server = RedisServer(tmp_path / "redis", *options)
-    try:
-        server.start()
-    except AssertionError as refusal:
-        if "TLS support" not in str(refusal):
-            raise
-        pytest.skip(f"{find_binary()} was built without TLS")
+    server = RedisServer(tmp_path / "redis", *tls_options(authority, ours, tls_port))
+    start_or_skip(server.start)
     files = TlsFiles(authority.own.cert, ours.cert, ours.key)
     async with opened(url("localhost", tls_port), tls=files, timeout_s=2) as tier:
         assert await put(tier, *range(6)) == [WriteStatus.OK] * 6
@@ -125,3 +120,34 @@ async def test_a_server_that_has_tls_itself(tmp_path: Path, authority: Authority
     async with opened(url("localhost", tls_port), tls=TlsFiles(authority.own.cert), timeout_s=2) as tier:
         assert not tier.health().is_up
     server.stop()
+
+
+async def test_a_cluster_whose_nodes_have_tls(tmp_path: Path, authority: Authority) -> None:
+    ours = authority.sign("node", alternative="IP:127.0.0.1")
+    # Without tls-cluster Redis before 7.2 names the ports without TLS to everybody.
+    cluster = RedisCluster(
+        tmp_path, tls_options=lambda port: (*tls_options(authority, ours, port), "--tls-cluster", "yes")
+    )
+    try:
+        start_or_skip(cluster.start)
+        files = TlsFiles(authority.own.cert, ours.cert, ours.key)
+        async with opened(cluster.tls_url, tls=files, timeout_s=2) as tier:
+            assert await put(tier, *range(20)) == [WriteStatus.OK] * 20
+            assert await statuses(tier, *range(20)) == [ReadStatus.OK] * 20
+            assert tier.counters == {}
+    finally:
+        cluster.stop()
+
+
+def tls_options(authority: Authority, ours: Certificate, port: int) -> tuple[str, ...]:
+    files = ("--tls-cert-file", str(ours.cert), "--tls-key-file", str(ours.key))
+    return ("--tls-port", str(port), "--tls-ca-cert-file", str(authority.own.cert), *files)
+
+
+def start_or_skip(start: Callable[[], object]) -> None:
+    try:
+        start()
+    except PartFailed as refusal:
+        if "TLS support" not in str(refusal):
+            raise
+        pytest.skip(f"{find_binary()} was built without TLS")

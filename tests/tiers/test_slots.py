@@ -1,5 +1,8 @@
 """SlotAllocator against a model of a few lines."""
 
+import itertools
+import random
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -123,3 +126,28 @@ def test_restoring_overlapping_slots_is_a_mistake_of_our_own() -> None:
     slots = SlotAllocator(10 * PAGE)
     with pytest.raises(AssertionError, match="overlaps"):
         slots.restore([(0, 2 * PAGE), (PAGE, PAGE)])
+
+
+def test_sizes_from_64_kib_to_32_mib_come_and_go_at_95_percent_without_overlap() -> None:
+    sizes = [64 << 10, 360 << 10, 1 << 20, 2 << 20, 5_000_000, 8 << 20, 32 << 20]
+    region = 1 << 30
+    slots = SlotAllocator(region)
+    dice = random.Random(55)
+    held: list[tuple[int, int]] = []
+    refused_with_room = 0
+    for _ in range(20_000):
+        size = dice.choice(sizes)
+        while held and slots.used_bytes + size > 0.95 * region:
+            slots.free([held.pop(dice.randrange(len(held)))[0]])
+        evicted = 0
+        while not slots.has_room(size):
+            evicted += 1
+            slots.free([held.pop(dice.randrange(len(held)))[0]])
+        refused_with_room += bool(evicted)
+        (offset,) = slots.allocate(size)
+        held.append((offset, size))
+    ordered = sorted(held)
+    assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(ordered))
+    assert slots.check() == []
+    assert slots.used_bytes == sum(-(-size // 4096) * 4096 for _, size in held)
+    assert refused_with_room < 6000, "of 20 000: a large slot may need a few more to leave"

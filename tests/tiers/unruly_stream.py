@@ -1,5 +1,6 @@
 """UnrulyStream: what a bad network makes of a server's replies, from a seed, for ReplyProxy."""
 
+import itertools
 import random
 import threading
 
@@ -10,6 +11,7 @@ class UnrulyStream:
     def __init__(self, seed: int, *, odds: float, delay_s: float) -> None:
         self.done: dict[str, int] = {}
         self._dice = random.Random(seed)
+        self._faults = itertools.cycle(self._dice.sample(FAULTS, len(FAULTS)))
         self._odds = odds
         self._delay_s = delay_s
         self._lock = threading.Lock()
@@ -19,7 +21,7 @@ class UnrulyStream:
     def __call__(self, data: bytes) -> bytes | None:
         with self._lock:
             held, self._held = self._held, b""
-            fault = self._dice.choice(FAULTS) if self._dice.random() < self._odds else "nothing"
+            fault = next(self._faults) if self._dice.random() < self._odds else "nothing"
             self.done[fault] = self.done.get(fault, 0) + 1
             place = self._dice.randrange(len(data))
             delay_s = self._dice.random() * self._delay_s

@@ -1,6 +1,7 @@
 """DramTier: slots in one shared arena, used in position by clients and by the other tiers."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -9,13 +10,16 @@ from kvstore.tier import Medium, Slot
 from kvstore_tiers.arena import Arena
 from kvstore_tiers.slots import SlotAllocator, padded
 
+_log = logging.getLogger(__name__)
+
 
 class DramTier:
     """A SlotTier in host memory. ``writing`` and ``reading`` lend the slots themselves, without a copy.
 
-    Staging. ``staging_bytes`` of the capacity are out of reach for ``allocate`` and ``has_room``. A load
+    Staging. ``staging_bytes`` beside the capacity are out of reach for ``allocate`` and ``has_room``. A load
     from a slower tier may use them through ``allocate_staging`` when everything else is leased; the slot is
-    then like any other (same ``free``), and the reserve is whole again as soon as that many bytes are free.
+    then like any other (same ``free``), and the reserve is whole again as soon as no more than the capacity
+    is in use. Until then ``used_bytes`` may exceed ``capacity_bytes``, by as much as is staged.
 
     Owner: one event loop's thread. The memoryviews may be used from any thread.
     """
@@ -23,11 +27,11 @@ class DramTier:
     def __init__(
         self, *, capacity_bytes: int, staging_bytes: int = 0, is_locked: bool = False, name: str = "dram"
     ) -> None:
-        assert 0 <= staging_bytes < capacity_bytes, f"{name}: staging of {staging_bytes} bytes"
+        assert staging_bytes >= 0, f"{name}: staging of {staging_bytes} bytes"
         self._name = name
         self._is_locked = is_locked
         self._staging_bytes = staging_bytes
-        self._slots = SlotAllocator(capacity_bytes, name=name)
+        self._slots = SlotAllocator(capacity_bytes + staging_bytes, name=name)
         self._arena: Arena | None = None
 
     @property
@@ -42,8 +46,8 @@ class DramTier:
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of all slots, the staging reserve included."""
-        return self._slots.capacity_bytes
+        """Bytes of all slots but the staging reserve."""
+        return self._slots.capacity_bytes - self._staging_bytes
 
     @property
     def staging_bytes(self) -> int:
@@ -71,6 +75,7 @@ class DramTier:
             self._arena = await asyncio.to_thread(
                 Arena.create, self._slots.capacity_bytes, is_locked=self._is_locked
             )
+            _log.info("%s: arena for CUDA: %s", self._name, await asyncio.to_thread(self._arena.pin))
 
     async def close(self) -> None:
         """Give the memory back; views that are still held stay valid until dropped. Idempotent."""
@@ -81,8 +86,12 @@ class DramTier:
     def has_room(self, length_bytes: int, count: int = 1) -> bool:
         """Return whether ``allocate`` would succeed."""
         wanted = padded(length_bytes) * count
-        is_within = self._slots.used_bytes + wanted <= self._slots.capacity_bytes - self._staging_bytes
+        is_within = self._slots.used_bytes + wanted <= self.capacity_bytes
         return is_within and self._slots.has_room(length_bytes, count)
+
+    def has_staging_room(self, length_bytes: int, count: int = 1) -> bool:
+        """Return whether ``allocate_staging`` would succeed."""
+        return self._slots.has_room(length_bytes, count)
 
     def allocate(self, length_bytes: int, count: int = 1) -> list[Slot]:
         """Take ``count`` slots outside the staging reserve.

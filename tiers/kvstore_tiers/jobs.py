@@ -2,15 +2,24 @@
 
 Threads read from and write to buffers that the caller lent. So a caller may only get control back, also by
 cancellation or by its deadline, when its threads are done with them. What no thread has begun is given up.
+
+The threads are daemons: an operation that a dead disk never ends keeps neither ``close`` nor the end of the
+process waiting, once it is abandoned.
 """
 
 import asyncio
 import contextlib
+import queue
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
 T = TypeVar("T")
+
+
+class Abandoned(Exception):
+    """The work was stuck when its jobs were closed; its thread may still be at it."""
 
 
 async def outlast(future: asyncio.Future[T]) -> T:
@@ -26,14 +35,40 @@ async def outlast(future: asyncio.Future[T]) -> T:
         raise
 
 
+@dataclass(eq=False, slots=True)
+class _Job:
+    """One call for a thread. Whoever holds ``lock`` decides whether it begins or is given up."""
+
+    call: Callable[[], object]
+    future: "asyncio.Future[object]"
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_begun: bool = False
+    is_given_up: bool = False
+
+    def begin(self) -> bool:
+        """Note that a thread starts on it; False if it was given up."""
+        with self.lock:
+            self.is_begun = not self.is_given_up
+            return self.is_begun
+
+    def give_up(self) -> bool:
+        """Note that no thread may start on it any more; False if one has."""
+        with self.lock:
+            self.is_given_up = not self.is_begun
+            return self.is_given_up
+
+
 class Jobs:
     """Threads of one tier. The tasks awaited through ``outlive`` are waited for by ``close``."""
 
     def __init__(self, name: str, num_threads: int) -> None:
         self._name = name
         self._num_threads = num_threads
-        self._executor: ThreadPoolExecutor | None = None
+        self._queue: queue.SimpleQueue[_Job | None] | None = None
+        self._threads: list[threading.Thread] = []
+        self._pending: dict[asyncio.Future[object], _Job] = {}
         self._tasks: set[asyncio.Future[object]] = set()
+        self._is_stuck = False
 
     @property
     def num_threads(self) -> int:
@@ -41,31 +76,47 @@ class Jobs:
         return self._num_threads
 
     def start(self) -> None:
-        """Make threads available."""
-        self._executor = ThreadPoolExecutor(self._num_threads, thread_name_prefix=f"kvstore-{self._name}")
+        """Make threads available. Idempotent."""
+        if self._queue is not None:
+            return
+        self._queue = queue.SimpleQueue()
+        for number in range(self._num_threads):
+            thread = threading.Thread(
+                target=_work, args=(self._queue,), name=f"kvstore-{self._name}-{number}", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Run one call in a thread; returns when it has ended."""
-        assert self._executor is not None, f"{self._name}: not open"
-        return await outlast(asyncio.get_running_loop().run_in_executor(self._executor, call))
+        """Run one call in a thread; returns when it has ended.
+
+        Raises:
+            Abandoned: by ``abandon``, before it ended.
+        """
+        job = self._submit(call)
+        return await outlast(cast("asyncio.Future[T]", job.future))  # it holds what the call returns
 
     async def run_within(self, calls: Sequence[Callable[[], T]], patience_s: float) -> list[T | None]:
         """Run calls in threads, begun in order; returns when none is running.
 
         After ``patience_s`` seconds those that no thread has begun are given up: None.
+
+        Raises:
+            Abandoned: by ``abandon``, before they ended.
         """
-        assert self._executor is not None, f"{self._name}: not open"
-        submitted = [self._executor.submit(call) for call in calls]
-        waited = [asyncio.wrap_future(future) for future in submitted]
-        every = asyncio.ensure_future(_settled(waited))
-        giving_up = asyncio.get_running_loop().call_later(
-            max(0.0, patience_s), lambda: [future.cancel() for future in submitted]
-        )
+        jobs = [self._submit(call) for call in calls]
+        if not jobs:
+            return []
+        every = asyncio.ensure_future(_settled([job.future for job in jobs]))
+        giving_up = asyncio.get_running_loop().call_later(max(0.0, patience_s), _give_up, jobs)
         try:
             await outlast(every)
         finally:
             giving_up.cancel()
-        return [None if future.cancelled() else future.result() for future in waited]
+        return [
+            None if job.future.cancelled() else job.future.result()  # type: ignore[misc]  # what the call returned
+            for job in jobs
+        ]
 
     async def outlive(self, work: "asyncio.Task[T]") -> T:
         """Await a task that goes on to its end when the caller is cancelled (and the caller with it)."""
@@ -73,15 +124,77 @@ class Jobs:
         work.add_done_callback(self._tasks.discard)
         return await outlast(work)
 
+    async def drained(self, until_s: float | None = None) -> bool:
+        """Wait until no task and no call is under way; False if that is not so at ``until_s`` (loop time)."""
+        loop = asyncio.get_running_loop()
+        while busy := {*self._tasks, *self._pending}:
+            left_s = None if until_s is None else until_s - loop.time()
+            if left_s is not None and left_s <= 0:
+                return False
+            await asyncio.wait(busy, timeout=left_s)
+        return True
+
+    def abandon(self) -> None:
+        """Wait no more for what is under way: whoever awaits it gets Abandoned."""
+        for job in list(self._pending.values()):
+            self._is_stuck |= not job.give_up()
+            job.future.set_exception(Abandoned(f"{self._name}: an operation has not ended"))
+
     async def close(self) -> None:
-        """Wait for every task and thread. Idempotent."""
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
-        executor, self._executor = self._executor, None
-        if executor is not None:
-            executor.shutdown(wait=True)
+        """Wait for every task and thread, but not for what was abandoned. Idempotent."""
+        await self.drained()
+        threads, self._threads = self._threads, []
+        jobs, self._queue = self._queue, None
+        if jobs is None:
+            return
+        for _ in threads:
+            jobs.put(None)
+        for thread in threads if not self._is_stuck else ():
+            thread.join()
+
+    def _submit(self, call: Callable[[], object]) -> _Job:
+        assert self._queue is not None, f"{self._name}: not open"
+        job = _Job(call, asyncio.get_running_loop().create_future())
+        self._pending[job.future] = job
+        job.future.add_done_callback(self._forget)
+        self._queue.put(job)
+        return job
+
+    def _forget(self, future: asyncio.Future[object]) -> None:
+        self._pending.pop(future, None)
 
 
-async def _settled(futures: Sequence[asyncio.Future[T]]) -> None:
-    if futures:
-        await asyncio.wait(futures)
+def _give_up(jobs: Sequence[_Job]) -> None:
+    for job in jobs:
+        if not job.future.done() and job.give_up():
+            job.future.cancel()
+
+
+def _work(jobs: "queue.SimpleQueue[_Job | None]") -> None:
+    """Run jobs until told to stop: the body of a thread."""
+    while (job := jobs.get()) is not None:
+        if not job.begin():
+            continue
+        result: object = None
+        failure: BaseException | None = None
+        try:
+            result = job.call()
+        except BaseException as error:  # handed to whoever awaits the job
+            failure = error
+        # The loop may have ended without this job, if it was abandoned.
+        with contextlib.suppress(RuntimeError):
+            job.future.get_loop().call_soon_threadsafe(_settle, job.future, result, failure)
+        del job, result, failure
+
+
+def _settle(future: "asyncio.Future[object]", result: object, failure: BaseException | None) -> None:
+    if future.done():
+        return
+    if failure is not None:
+        future.set_exception(failure)
+    else:
+        future.set_result(result)
+
+
+async def _settled(futures: Sequence[asyncio.Future[object]]) -> None:
+    await asyncio.wait(futures)

@@ -348,7 +348,7 @@ class RemoteTier:
                 ending.late.update(index for index, _ in share)
             if tally.redirects:
                 self._note_redirects(servers, node, tally.redirects, ending)
-        if any(tally.fault for tally in tallies) or not node.health().is_up:
+        if any(tally.fault or tally.refuses_writes for tally in tallies) or not node.health().is_up:
             servers.look_again()
 
     def _note_redirects(

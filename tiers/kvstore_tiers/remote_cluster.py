@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from kvstore_tiers.remote_node import NodeSettings, RemoteNode
-from kvstore_tiers.remote_session import NUM_SLOTS, Redirect
+from kvstore_tiers.remote_session import NUM_SLOTS, PORT_MAX, Redirect
 from kvstore_tiers.remote_topology import CONTROL_TIMEOUT_S, Scout, ask
 from kvstore_tiers.resp import ErrorReply, Reply, RespFault
 from kvstore_tiers.resp_address import RespAddress
@@ -176,7 +176,9 @@ def read_slots(reply: Reply, *, asked: Place) -> list[SlotRange]:
 
 def _slot_range(item: Reply, asked: Place) -> SlotRange:
     match item:
-        case [int(start), int(stop), [host, int(port), *_], *_] if 0 <= start <= stop < NUM_SLOTS:
+        case [int(start), int(stop), [host, int(port), *_], *_] if (
+            0 <= start <= stop < NUM_SLOTS and 0 < port <= PORT_MAX
+        ):
             name = host if isinstance(host, str) and host not in ("", "?") else asked[0]
             return SlotRange(start, stop, (name, port))
     raise RespFault("the node's map of slots does not parse")

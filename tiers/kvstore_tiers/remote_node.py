@@ -7,11 +7,12 @@ deadline is given up.
 Faults. A fault closes its connection. A connection is used again only if it is quiet: nothing came that was
 not asked for. One that had gone stale while idle is replaced once within the call.
 
-Breaker. Three faults in a row open it, or one silence: no byte from the server in ``timeout_s``, or in the
-last 20 ms or more of a call that its deadline cut short (shorter ones add up). While it is open calls end at
-once, and the node asks the server itself, with PING on a new connection: right after a silence, else after
-the pause, which doubles up to its limit. When it has answered, one call may go; if that succeeds, all may. So
-an outage costs the calls under way one deadline, and a false alarm the time of one PING.
+Breaker. Three faults in a row open it (a call that ended late without one answer is one), or one silence: no
+byte from the server in ``timeout_s``, or in the last 20 ms or more of a call that its deadline cut short
+(shorter ones add up). While it is open calls end at once, and the node asks the server itself, with PING on a
+new connection: right after a silence, else after the pause, which doubles up to its limit. When it has
+answered, one call may go; if that succeeds, all may. So an outage costs the calls under way one deadline, and
+a false alarm the time of one PING.
 """
 
 import asyncio
@@ -134,16 +135,18 @@ class RemoteNode:
         known = [tally for tally in tallies if tally is not None]
         faults = [tally.fault for tally in known if tally.fault]
         silent_s = max((tally.silent_s for tally in known), default=0.0)
-        if any(tally.was_answered for tally in known):
+        was_answered = any(tally.was_answered for tally in known)
+        if was_answered:
             self._silent_s = 0.0
         elif silent_s:
             self._silent_s += silent_s
         is_silent = silent_s > 0 and max(silent_s, self._silent_s) >= min(
             SILENCE_COUNTS_S, self._settings.timeout_s
         )
-        if faults or is_silent:
+        was_slow = any(tally.is_late and tally.waited_s >= SILENCE_COUNTS_S for tally in known)
+        if faults or is_silent or (was_slow and not was_answered):
             self._note_fault(faults[0] if faults else "no answer in time", is_silent=is_silent)
-        elif any(tally.was_answered for tally in known):
+        elif was_answered:
             self._breaker.succeeded()
         else:
             self._breaker.abandoned()
@@ -204,7 +207,8 @@ class RemoteNode:
     def _share(self, work: Work, deadline_s: float) -> Tally:
         """Do one share with a connection of the pool; in a thread."""
         tally = Tally()
-        if self._clock() >= deadline_s:
+        began_s = self._clock()
+        if began_s >= deadline_s:
             tally.is_late = True
             return tally
         connection: RespConnection | None = None
@@ -223,7 +227,12 @@ class RemoteNode:
             if connection is not None:
                 connection.close()
             tally.note(fault)
+            tally.waited_s = self._clock() - began_s
             return tally
+        except BaseException:
+            if connection is not None:
+                connection.close()
+            raise
         if tally.is_doubtful:
             connection.close()
         else:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore_tiers.remote_node import NodeSettings, RemoteNode
-from kvstore_tiers.remote_session import Redirect
+from kvstore_tiers.remote_session import PORT_MAX, Redirect, read_decimal
 from kvstore_tiers.remote_topology import CONTROL_TIMEOUT_S, Scout, ask
 from kvstore_tiers.resp import ErrorReply, Reply, RespFault
 from kvstore_tiers.resp_address import RespAddress
@@ -135,8 +135,9 @@ def read_master(reply: Reply) -> Master:
         raise RespFault(f"the sentinel answers {reply.text[:80]}")
     words = reply if isinstance(reply, list) else []
     told = {str(name): str(value) for name, value in zip(words[::2], words[1::2], strict=False)}
-    host, port, epoch = told.get("ip", ""), told.get("port", ""), told.get("config-epoch", "0")
-    is_whole = host and port.isdigit() and len(port) <= 5 and epoch.isdigit() and len(epoch) <= 20
-    if not is_whole:
+    host = told.get("ip", "")
+    port = read_decimal(told.get("port", ""), limit=PORT_MAX)
+    epoch = read_decimal(told.get("config-epoch", "0"), limit=2**64)
+    if not host or not port or epoch is None:
         raise RespFault("the sentinel does not describe a master")
-    return Master(int(epoch), host, int(port))
+    return Master(epoch, host, port)

@@ -29,23 +29,13 @@ from kvstore_tiers.resp import BulkReply, BulkStatus, ErrorReply, Piece, RespCon
 
 _WINDOW = 4
 _PROBE_WINDOW = 256
-_UNAVAILABLE_CODES = frozenset(
-    {
-        "LOADING",
-        "CLUSTERDOWN",
-        "MASTERDOWN",
-        "READONLY",
-        "NOREPLICAS",
-        "MISCONF",
-        "TRYAGAIN",
-        "NOAUTH",
-        "BUSY",
-    }
-)
-
+_UNAVAILABLE_CODES = frozenset({"LOADING", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "NOAUTH", "BUSY"})
+_REFUSES_WRITES_CODES = frozenset({"READONLY", "NOREPLICAS", "MISCONF"})
 
 NUM_SLOTS = 16_384
 """Hash slots of a cluster."""
+
+PORT_MAX = 65_535
 
 _ASKING = command(b"ASKING")
 _tokens = itertools.count(1)
@@ -73,6 +63,13 @@ class KeyNames:
         return [head + request.header.pack(), request.buffer[:length], b"\r\n" + expiry]
 
 
+def read_decimal(text: str, *, limit: int) -> int | None:
+    """Return the number that a server wrote in decimal digits; None for anything else or above the limit."""
+    if not text.isascii() or not text.isdigit() or len(text) > 20:
+        return None
+    return number if (number := int(text)) <= limit else None
+
+
 @dataclass(frozen=True, slots=True)
 class Redirect:
     """Where a cluster's node says that a slot is (MOVED) or that this key may be (ASK).
@@ -91,26 +88,28 @@ class Redirect:
         words = reply.text.split(" ")
         if words[0] not in {"MOVED", "ASK"} or len(words) < 3:
             return None
-        host, _, port = words[2].rpartition(":")
-        if not (words[1].isdigit() and port.isdigit() and len(words[1]) <= 5 and len(port) <= 5):
-            return None
-        slot = int(words[1])
-        return cls(slot, host, int(port), words[0] == "ASK") if slot < NUM_SLOTS else None
+        host, _, port_text = words[2].rpartition(":")
+        slot = read_decimal(words[1], limit=NUM_SLOTS - 1)
+        port = read_decimal(port_text, limit=PORT_MAX)
+        return None if slot is None or not port else cls(slot, host, port, words[0] == "ASK")
 
 
 @dataclass(slots=True)
 class Tally:
     """What a share saw of the server.
 
-    ``fault`` is a clause for people. ``silent_s`` is how long the server said nothing before a timeout.
-    ``is_late`` says that time ran out, also where that is nobody's fault. ``is_doubtful`` says that a reply
-    was another block's or damaged: whatever the reason, the connection is not used again.
+    ``fault`` is a clause for people. ``is_late`` says that time ran out, also where that is nobody's fault;
+    ``waited_s`` is how long the share took until then, and ``silent_s`` how long the server had said nothing.
+    ``is_doubtful`` says that a reply was another block's or damaged: whatever the reason, the connection is
+    not used again. ``refuses_writes`` says that the server serves, but is not the one to write to now.
     """
 
     was_answered: bool = False
     fault: str = ""
     silent_s: float = 0.0
+    waited_s: float = 0.0
     is_late: bool = False
+    refuses_writes: bool = False
     is_doubtful: bool = False
     redirects: dict[int, Redirect] = field(default_factory=dict)
 
@@ -330,9 +329,12 @@ def _write_refusal(index: int, reply: ErrorReply, tally: Tally) -> WriteStatus |
         return None
     if reply.code == "OOM":
         return WriteStatus.FULL
-    if reply.code not in _UNAVAILABLE_CODES:
+    if reply.code not in _UNAVAILABLE_CODES | _REFUSES_WRITES_CODES:
         return WriteStatus.REFUSED
-    tally.fault = f"the server answers {reply.code}"
+    if reply.code in _REFUSES_WRITES_CODES:
+        tally.refuses_writes = True
+    else:
+        tally.fault = f"the server answers {reply.code}"
     return WriteStatus.UNAVAILABLE
 
 

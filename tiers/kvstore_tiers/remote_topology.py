@@ -4,6 +4,7 @@ Everything here runs on the event loop except what a Scout runs in its own threa
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
@@ -122,9 +123,8 @@ class Scout(Generic[T]):
         self._jobs.start()
         has_looked = asyncio.Event()
         self._task = asyncio.create_task(self._run(has_looked), name=f"{self._name}-scout")
-        looked = asyncio.create_task(has_looked.wait())
-        await asyncio.wait([looked], timeout=patience_s)
-        looked.cancel()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(has_looked.wait(), patience_s)
 
     async def close(self) -> None:
         """Stop looking. Idempotent."""
@@ -147,9 +147,8 @@ class Scout(Generic[T]):
                 _log.exception("%s: looking the topology up failed", self._name)
             has_looked.set()
             await asyncio.sleep(self._pause_s)
-            waiting = asyncio.create_task(self._is_wanted.wait())
-            await asyncio.wait([waiting], timeout=max(0.0, self._interval_s() - self._pause_s))
-            waiting.cancel()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_wanted.wait(), max(0.0, self._interval_s() - self._pause_s))
 
     def _look_once(self) -> T | RespFault:
         try:

@@ -139,7 +139,8 @@ class RespConnection:
         except TimeoutError as error:
             _close(stream)
             raise RespFault("connecting took too long", silent_s=clock() - began_s) from error
-        except (OSError, UnicodeError) as error:
+        except (OSError, ValueError) as error:
+            # ValueError: a host that no resolver could take.
             _close(stream)
             raise RespFault(f"cannot connect: {_reason(error)}") from error
         except RespFault:
@@ -272,7 +273,6 @@ class RespConnection:
                 raise RespFault(f"the server refused the login: {reply.code}")
 
     def _reply(self, budget: "_Budget", depth: int, deadline_s: float) -> "Reply":
-        budget.items += 1
         kind, text = self._line(deadline_s)
         if kind == b"+":
             return text
@@ -288,6 +288,7 @@ class RespConnection:
             self._read_exactly(memoryview(word), deadline_s)
             return bytes(word[:-2]).decode("utf-8", "replace")
         if kind == b"*" and depth and 0 <= number <= _REPLY_MAX_ITEMS - budget.items:
+            budget.items += number
             return [self._reply(budget, depth - 1, deadline_s) for _ in range(number)]
         raise RespFault(f"unexpected reply of type {kind!r} and length {number}")
 
@@ -355,7 +356,7 @@ class RespConnection:
 
 @dataclass(slots=True)
 class _Budget:
-    """How much of a reply was read."""
+    """How many items a reply has announced so far."""
 
     items: int = 0
 
@@ -381,7 +382,7 @@ def _connected(places: Sequence[SocketAddress], until_s: float, clock: Callable[
     raise failure
 
 
-def _reason(error: OSError | UnicodeError) -> str:
+def _reason(error: OSError | ValueError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not accepted: {error.verify_message}"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -17,6 +17,7 @@ import numpy as np
 from kvstore.checksum import as_bytes_array
 from kvstore.errors import CorruptBlock
 from kvstore.tier import ALIGNMENT_BYTES
+from kvstore_tiers.disk_io import DiskIO, OsDiskIO
 from kvstore_tiers.slots import padded
 
 _log = logging.getLogger(__name__)
@@ -25,13 +26,14 @@ _log = logging.getLogger(__name__)
 class Slab:
     """An open slab file."""
 
-    def __init__(self, fd: int, *, is_direct: bool) -> None:
+    def __init__(self, fd: int, *, is_direct: bool, io: DiskIO | None = None) -> None:
         self._fd = fd
+        self._io = io or OsDiskIO()
         self._is_direct = is_direct
         self._bounce = threading.local()
 
     @classmethod
-    def open(cls, path: Path, size_bytes: int) -> tuple["Slab", int]:
+    def open(cls, path: Path, size_bytes: int, *, io: DiskIO | None = None) -> tuple["Slab", int]:
         """Open or create the file and reserve its space on disk; returns it and the size it had before.
 
         A file that is larger is kept as it is; ``shrink`` cuts it.
@@ -39,26 +41,24 @@ class Slab:
         Raises:
             OSError: it cannot be opened or the space cannot be had (a file that grew is cut back).
         """
+        io = io or OsDiskIO()
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         is_direct = True
         try:
-            fd = os.open(path, flags | os.O_DIRECT, 0o600)
+            fd = io.open(path, flags | os.O_DIRECT, 0o600)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            fd = os.open(path, flags, 0o600)
+            fd = io.open(path, flags, 0o600)
             is_direct = False
             _log.warning("ssd: %s: the file system has no O_DIRECT, the page cache is used", path)
         had_bytes = os.fstat(fd).st_size
         try:
-            os.posix_fallocate(fd, 0, size_bytes)
+            io.posix_fallocate(fd, 0, size_bytes)
         except OSError:
-            os.ftruncate(fd, had_bytes)
-            os.close(fd)
-            if not had_bytes:
-                path.unlink()
+            _undo(io, fd, path, had_bytes)
             raise
-        return cls(fd, is_direct=is_direct), had_bytes
+        return cls(fd, is_direct=is_direct, io=io), had_bytes
 
     @property
     def is_direct(self) -> bool:
@@ -71,7 +71,7 @@ class Slab:
 
     def shrink(self, size_bytes: int) -> None:
         """Cut the file to this size."""
-        os.ftruncate(self._fd, size_bytes)
+        self._io.ftruncate(self._fd, size_bytes)
 
     def write(self, offset: int, buffer: memoryview, length_bytes: int) -> None:
         """Write ``buffer[:length_bytes]`` at ``offset``; whole multiples of 4096 bytes are written.
@@ -82,7 +82,10 @@ class Slab:
         source = self._source(buffer, length_bytes)
         done = 0
         while done < len(source):
-            done += os.pwritev(self._fd, [source[done:]], offset + done)
+            count = self._io.pwritev(self._fd, [source[done:]], offset + done)
+            if not count:
+                raise OSError(errno.EIO, "nothing was written")
+            done += count
 
     def read(self, offset: int, buffer: memoryview, length_bytes: int) -> None:
         """Read ``length_bytes`` at ``offset`` into ``buffer``; up to its next multiple of 4096 may be used.
@@ -96,7 +99,7 @@ class Slab:
         target = buffer[:size] if is_fit else self._bounce_of(size)
         done = 0
         while done < length_bytes:
-            count = os.preadv(self._fd, [target[done:]], offset + done)
+            count = self._io.preadv(self._fd, [target[done:]], offset + done)
             if not count:
                 raise CorruptBlock(f"slab: ends before offset {offset + length_bytes}")
             done += count
@@ -109,11 +112,11 @@ class Slab:
         Raises:
             OSError: the device failed; what was written since the last success is in doubt.
         """
-        os.fdatasync(self._fd)
+        self._io.fdatasync(self._fd)
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._fd)
+        self._io.close(self._fd)
 
     def _source(self, buffer: memoryview, length_bytes: int) -> memoryview:
         if not self._is_direct:
@@ -133,6 +136,18 @@ class Slab:
             held = memoryview(mmap.mmap(-1, size_bytes))
             self._bounce.view = held
         return held[:size_bytes]
+
+
+def _undo(io: DiskIO, fd: int, path: Path, had_bytes: int) -> None:
+    """Leave the file as it was before its space could not be had."""
+    try:
+        io.ftruncate(fd, had_bytes)
+        if not had_bytes:
+            io.unlink(path)
+    except OSError as error:
+        _log.warning("ssd: %s: could not be cut back to %d bytes: %s", path, had_bytes, error)
+    finally:
+        io.close(fd)
 
 
 def _is_fit(buffer: memoryview, size_bytes: int) -> bool:

@@ -197,10 +197,10 @@ class SlotAllocator:
         position = 0
         run: _Extent | None = None
         for offset, length_bytes in sorted(slots):
-            size = padded(length_bytes)
+            size = -(-length_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             is_sound = position <= offset <= self._capacity - size and offset % ALIGNMENT_BYTES == 0
             assert is_sound, f"{self._name}: slot at {offset} of {size} bytes overlaps or leaves the region"
-            is_joined = run is not None and run.stop == offset and run.slot_bytes == size
+            is_joined = run is not None and position == offset and run.slot_bytes == size
             if run is None or not is_joined or size * run.num_slots >= self._extent_bytes:
                 self._ranges.add(position, offset)
                 run = _Extent(offset, size, 0)

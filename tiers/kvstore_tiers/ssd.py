@@ -4,29 +4,37 @@ Order of a write. Payload into a fresh slot, fdatasync, index commit, visible. W
 commit runs share the next one. So a kill at any point leaves each block either whole or absent, and what was
 answered OK is found after a restart.
 
-Slots. A slot is given back only when no index record on disk names it (the delete or the replacement is
-committed) and no read of it is under way. A copy that read back wrong is forgotten and its slot stays out of
-use until a restart. What the disk holds is never more than the slab and the index, both preallocated.
+Slots. A slot is given back only when the delete or the replacement of its record was tried and no read of it
+is under way. Where that commit failed, the stale record loses at the next start to the newer one over the
+same bytes, or its checksum fails. A copy that read back wrong is forgotten and its slot stays out of use
+until a restart; so does the slot of a copy whose commit failed, until a later commit has made sure that no
+record of it is there. What the disk holds is never more than the slab and the index, both preallocated.
+
+Budget. With a limit of bytes per day (see write_budget) what is left of it is stored by the commit of each
+write, so that no restart renews it.
+
+Recency. A read or a touch makes a copy the most recently used. Uses reach the index in bounded batches: with
+other commits, every ``renew_interval_s`` seconds, and all of them at close.
 
 Threads. All state lives on the event loop's thread; disk work runs in ``io_threads`` threads and one more
 for commits. A cancelled call goes on to its end, and the caller is told after that.
 
 Faults. After ``open`` a fault of the disk is a status. Three in a row make the tier unavailable for a while
-(see breaker); a deleted folder does so for good.
+(see breaker); a deleted folder does so for good. ``close`` waits ``close_timeout_s`` for an operation that
+does not end; then its files stay open and locked until the process ends, and the next start finds them
+unclean.
 """
 
 import asyncio
-import errno
 import logging
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.checksum import checksum
-from kvstore.errors import CorruptBlock
+from kvstore.garbage import garbage_collection_paused
 from kvstore.keys import Namespace
 from kvstore.tier import (
     BlockHeader,
@@ -41,17 +49,37 @@ from kvstore.tier import (
     WriteStatus,
 )
 from kvstore_tiers.breaker import CircuitBreaker
+from kvstore_tiers.disk_io import DiskIO
+from kvstore_tiers.disk_turns import DiskOutcome, DiskTurns
 from kvstore_tiers.jobs import Jobs
+from kvstore_tiers.payloads import Payloads
 from kvstore_tiers.slab import Slab
-from kvstore_tiers.slots import SlotAllocator
-from kvstore_tiers.ssd_index import Change, IndexRecord, map_size_bytes, max_records
-from kvstore_tiers.ssd_store import CommitOutcome, SsdStore, garbage_collection_paused
+from kvstore_tiers.slots import SlotAllocator, padded
+from kvstore_tiers.ssd_commits import GroupCommits
+from kvstore_tiers.ssd_index import map_size_bytes, max_records
+from kvstore_tiers.ssd_record import Change, IndexRecord
+from kvstore_tiers.ssd_store import CommitOutcome, SsdStore
+from kvstore_tiers.write_budget import WriteBudget
 
 _log = logging.getLogger(__name__)
 
-_JOB_BYTES = 4 << 20
-_RENEWALS_PER_COMMIT = 256
 _STALLED_AFTER_S = 2.0
+
+
+class Numbers:
+    """Numbers that only grow, for recency and generations; tiers that are opened together share one."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def take(self) -> int:
+        """Return the next one."""
+        self._last += 1
+        return self._last
+
+    def learn(self, used: int) -> None:
+        """Start above a number that an earlier run used."""
+        self._last = max(self._last, used)
 
 
 @dataclass(eq=False, slots=True)
@@ -64,14 +92,6 @@ class _Copy:
     idle: asyncio.Future[None] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _DiskOutcome:
-    """How one payload read or write ended; ``fault`` names what failed, for people."""
-
-    status: ReadStatus | WriteStatus
-    fault: str = ""
-
-
 class SsdTier:
     """A Tier on a folder of a local disk. The folder belongs to one tier of one process at a time."""
 
@@ -81,14 +101,22 @@ class SsdTier:
         *,
         capacity_bytes: int,
         io_threads: int = 4,
+        write_budget_bytes_per_day: int = 0,
         check_timeout_s: float = 60.0,
+        close_timeout_s: float = 3.0,
+        renew_interval_s: float = 10.0,
         name: str = "ssd",
         clock: Callable[[], float] = time.monotonic,
+        numbers: Numbers | None = None,
+        io: DiskIO | None = None,
     ) -> None:
         self._folder = folder
         self._name = name
         self._clock = clock
+        self._io = io
         self._check_timeout_s = check_timeout_s
+        self._close_timeout_s = close_timeout_s
+        self._budget = WriteBudget(write_budget_bytes_per_day, clock=clock)
         self._slots = SlotAllocator(capacity_bytes, name=name)
         self._breaker = CircuitBreaker(clock=clock)
         self._reads = Jobs(f"{name}-read", io_threads)
@@ -99,10 +127,18 @@ class SsdTier:
         self._down_for_good = "not open"
         self._copies: dict[bytes, _Copy] = {}
         self._unrenewed: dict[bytes, None] = {}
-        self._next_number = 1
-        self._waiting: list[tuple[list[Change], asyncio.Future[list[CommitOutcome]]]] = []
-        self._committer: asyncio.Task[None] | None = None
-        self._started_s: dict[object, float] = {}
+        self._numbers = numbers or Numbers()
+        self._doubtful: list[IndexRecord] = []
+        self._is_gone = False
+        self._index_changes = GroupCommits(
+            f"{name}: folder {folder}",
+            self._commits,
+            commit=self._commit_now,
+            renewals=self._take_renewals,
+            interval_s=renew_interval_s,
+        )
+        self._turns = DiskTurns(clock)
+        self._payloads = Payloads(clock)
         self._counters: Counter[str] = Counter()
 
     @property
@@ -137,18 +173,21 @@ class SsdTier:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Events since open: corrupt, quarantined_bytes, io_faults, commits, full."""
-        return dict(self._counters)
+        """Events since open: corrupt, quarantined_bytes, io_faults, commits, full, not_admitted."""
+        return {**self._counters, "commits": self._index_changes.num_commits}
+
+    @property
+    def budget_left_bytes(self) -> int | None:
+        """Bytes that may be written now; None without a budget."""
+        return self._budget.left_bytes if self._budget.is_limited else None
 
     def health(self) -> TierHealth:
         """Return whether the disk is worth asking now."""
         if self._down_for_good:
             return TierHealth(is_up=False, reason=self._down_for_good)
-        oldest_s = min(list(self._started_s.values()), default=None)
-        if oldest_s is not None and self._clock() - oldest_s > _STALLED_AFTER_S:
-            return TierHealth(
-                is_up=False, reason=f"a disk operation has taken {self._clock() - oldest_s:.0f} s so far"
-            )
+        oldest_s = self._turns.oldest_s()
+        if oldest_s > _STALLED_AFTER_S:
+            return TierHealth(is_up=False, reason=f"a disk operation has taken {oldest_s:.0f} s so far")
         if not self._breaker.is_up():
             return TierHealth(is_up=False, reason=self._breaker.reason)
         return TierHealth(is_up=True)
@@ -166,9 +205,10 @@ class SsdTier:
         try:
             self._store = await self._commits.run(self._open_store)
         except BaseException:
-            await self._close_jobs(self._all_jobs)
+            await self._close_jobs()
             raise
         self._pid, self._down_for_good = os.getpid(), ""
+        self._index_changes.start()
         _log.info("%s: folder %s: %d copies found", self._name, self._folder, len(self._copies))
 
     async def close(self) -> None:
@@ -176,13 +216,50 @@ class SsdTier:
         if self._store is None or self._pid != os.getpid():
             return
         self._down_for_good = "closed"
-        await self._close_jobs([self._reads, self._writes])
+        await self._index_changes.stop()
+        until_s = asyncio.get_running_loop().time() + self._close_timeout_s
+        is_done = all([await jobs.drained(until_s) for jobs in self._all_jobs])
         store, self._store = self._store, None
-        if store is not None:
-            renewals = self._take_renewals(len(self._unrenewed))
-            await self._commits.run(lambda: store.close(renewals))
-        await self._commits.close()
+        closing: asyncio.Task[None] | None = None
+        if store is not None and is_done:
+            changes = [*self._take_renewals(len(self._unrenewed)), *self._budget_note()]
+            closing = asyncio.create_task(self._commits.run(lambda: store.close(changes)))
+            await asyncio.wait([closing], timeout=until_s - asyncio.get_running_loop().time())
+            is_done = closing.done()
+        if not is_done:
+            self._abandon()
+        await self._close_jobs()
+        if closing is not None:
+            await asyncio.wait([closing])
+            if is_done:
+                closing.result()
         self._copies.clear()
+
+    def _abandon(self) -> None:
+        self._turns.abandon()
+        for jobs in self._all_jobs:
+            jobs.abandon()
+        _log.warning(
+            "%s: folder %s: an operation has not ended in %g s: left to itself, the folder stays locked",
+            *(self._name, self._folder, self._close_timeout_s),
+        )
+
+    async def _close_jobs(self) -> None:
+        for jobs in self._all_jobs:
+            await jobs.close()
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the folder was deleted while it was open: its copies are lost."""
+        return self._is_gone
+
+    def holds(self, block: BlockId) -> bool:
+        """Return whether there is a copy under the block's storage key."""
+        return block.storage_key in self._copies
+
+    def records(self) -> list[IndexRecord]:
+        """Return the record of every copy, least recently used first."""
+        return [copy.record for copy in self._copies.values()]
 
     async def scan(self) -> list[BlockHeader]:
         """Return the header of every copy, least recently used first."""
@@ -220,15 +297,28 @@ class SsdTier:
     async def touch(self, blocks: Sequence[BlockId]) -> None:
         """Make copies the most recently used; on disk with one of the next commits."""
         for block in blocks:
-            key = block.storage_key
-            copy = self._copies.pop(key, None)
+            copy = self._copies.get(block.storage_key)
             if copy is not None:
-                copy.record = replace(copy.record, recency=self._number())
-                self._copies[key] = copy
-                self._unrenewed[key] = None
+                self._note_use(copy)
 
     def has_room(self, length_bytes: int, count: int = 1) -> bool:
-        """Return whether ``count`` more copies of that length, and their records, fit now."""
+        """Return whether ``count`` more copies of that length, and their records, fit now.
+
+        Also while the write budget is used up: room for what will not be written need not be made.
+        """
+        if self._budget.is_limited and self._budget.left_bytes < padded(length_bytes):
+            return True
+        return self._fits(length_bytes, count)
+
+    def room_blocks(self, length_bytes: int, limit: int) -> int:
+        """Return how many more copies of that length fit now, up to ``limit``."""
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.has_room(length_bytes, middle) else (low, middle - 1)
+        return low
+
+    def _fits(self, length_bytes: int, count: int) -> bool:
         is_indexable = self._slots.used_slots + count <= max_records(self._slots.capacity_bytes)
         return is_indexable and self._slots.has_room(length_bytes, count)
 
@@ -243,16 +333,24 @@ class SsdTier:
             capacity_bytes=self._slots.capacity_bytes,
             name=self._name,
             check_timeout_s=self._check_timeout_s,
+            io=self._io,
         )
+        left_bytes = store.budget_left_bytes()
+        if left_bytes is not None:
+            self._budget.restore(left_bytes)
         self._slots = SlotAllocator(self._slots.capacity_bytes, name=self._name)
         self._slots.restore((record.offset, record.slot_bytes) for record in records)
         self._copies = {record.header.block.storage_key: _Copy(record) for record in records}
-        self._next_number = 1 + max((max(r.recency, r.generation) for r in records), default=0)
+        self._numbers.learn(max((max(r.recency, r.generation) for r in records), default=0))
         return store
 
-    def _number(self) -> int:
-        self._next_number += 1
-        return self._next_number
+    def _note_use(self, copy: _Copy) -> None:
+        key = copy.record.header.block.storage_key
+        if self._copies.get(key) is copy:
+            copy.record = copy.record._replace(recency=self._numbers.take())
+            del self._copies[key]
+            self._copies[key] = copy
+            self._unrenewed[key] = None
 
     def _find(self, block: BlockId) -> _Copy | None:
         copy = self._copies.get(block.storage_key)
@@ -261,7 +359,7 @@ class SsdTier:
     def _may_go(self) -> bool:
         return self._pid == os.getpid() and self.health().is_up and self._breaker.allows()
 
-    def _judge(self, outcomes: Iterable[_DiskOutcome | CommitOutcome]) -> None:
+    def _judge(self, outcomes: Iterable[DiskOutcome | CommitOutcome]) -> None:
         """Tell the breaker how a call ended."""
         found: list[str] = []
         was_asked = False
@@ -275,6 +373,7 @@ class SsdTier:
         if self._breaker.failed(found[0]):
             _log.warning("%s: folder %s: not used for now: %s", self._name, self._folder, found[0])
         if self._store is not None and not self._store.is_present() and not self._down_for_good:
+            self._is_gone = True
             self._down_for_good = f"folder {self._folder} was deleted: restart to begin anew"
             _log.error("%s: %s", self._name, self._down_for_good)
 
@@ -293,45 +392,45 @@ class SsdTier:
             assert request.buffer.nbytes >= request.length_bytes, f"{self._name}: the buffer is too short"
             copy.readers += 1
             wanted.append((index, copy))
+        try:
+            ended = await self._read_copies(requests, wanted, outcomes, deadline_s)
+        finally:
+            # Whatever happened: a copy that is thought to be read can never be dropped.
+            for _, copy in wanted:
+                self._end_reading(copy)
+        self._judge(ended)
+        return outcomes
+
+    async def _read_copies(
+        self,
+        requests: Sequence[ReadRequest],
+        wanted: Sequence[tuple[int, _Copy]],
+        outcomes: list[ReadOutcome],
+        deadline_s: float,
+    ) -> list[DiskOutcome]:
+        """Read and verify copies, and note in ``outcomes`` how each ended."""
         calls = [
-            (copy.record.slot_bytes, self._reading(requests[index].buffer, copy.record, deadline_s))
+            (
+                copy.record.slot_bytes,
+                self._payloads.read(self._slab, requests[index].buffer, copy.record, deadline_s),
+            )
             for index, copy in wanted
         ]
         ended = [
-            outcome or _DiskOutcome(ReadStatus.TIMED_OUT)
-            for outcome in await self._on_disk(self._reads, deadline_s, calls)
+            outcome or DiskOutcome(ReadStatus.TIMED_OUT)
+            for outcome in await self._turns.run(self._reads, deadline_s, calls)
         ]
         for (index, copy), outcome in zip(wanted, ended, strict=True):
             assert isinstance(outcome.status, ReadStatus)
             is_ok = outcome.status is ReadStatus.OK
+            if is_ok:
+                self._note_use(copy)
             outcomes[index] = ReadOutcome(
                 outcome.status, copy.record.header if is_ok else None, self._name if is_ok else ""
             )
             if outcome.status is ReadStatus.CORRUPT:
                 await self._quarantine(copy)
-            self._end_reading(copy)
-        self._judge(ended)
-        return outcomes
-
-    def _reading(
-        self, buffer: memoryview, record: IndexRecord, deadline_s: float
-    ) -> Callable[[], _DiskOutcome]:
-        slab = self._slab
-
-        def job() -> _DiskOutcome:
-            if self._clock() >= deadline_s:
-                return _DiskOutcome(ReadStatus.TIMED_OUT)
-            length = record.header.length_bytes
-            try:
-                slab.read(record.offset, buffer, length)
-            except CorruptBlock:
-                return _DiskOutcome(ReadStatus.CORRUPT)
-            except OSError as error:
-                return _DiskOutcome(ReadStatus.UNAVAILABLE, f"reading failed: {error.strerror}")
-            is_sound = checksum(buffer[:length]) == record.header.checksum
-            return _DiskOutcome(ReadStatus.OK if is_sound else ReadStatus.CORRUPT)
-
-        return job
+        return ended
 
     def _end_reading(self, copy: _Copy) -> None:
         copy.readers -= 1
@@ -351,7 +450,7 @@ class SsdTier:
             *(self._name, self._folder, copy.record.offset),
         )
         if self._hide(copy):
-            await self._commit([Change.delete(copy.record)])
+            await self._index_changes.commit([Change.delete(copy.record)])
 
     # Writing
 
@@ -361,20 +460,25 @@ class SsdTier:
         for index, request in enumerate(requests):
             header = request.header
             assert request.buffer.nbytes >= header.length_bytes, f"{self._name}: the buffer is too short"
-            if not self.has_room(header.length_bytes):
+            size = padded(header.length_bytes)
+            if not self._budget.admit(header.block.storage_key, size):
+                statuses[index] = WriteStatus.NOT_ADMITTED
+                self._counters["not_admitted"] += 1
+                continue
+            if not self._fits(header.length_bytes, 1):
+                self._budget.give_back(size)
                 self._counters["full"] += 1
                 continue
             (offset,) = self._slots.allocate(header.length_bytes)
-            size = self._slots.slot_bytes(offset)
-            number = self._number()
+            number = self._numbers.take()
             records.append((index, IndexRecord(header, offset, size, number, number)))
         calls = [
-            (record.slot_bytes, self._writing(requests[index].buffer, record, deadline_s))
+            (record.slot_bytes, self._payloads.write(self._slab, requests[index].buffer, record, deadline_s))
             for index, record in records
         ]
         ended = [
-            outcome or _DiskOutcome(WriteStatus.TIMED_OUT)
-            for outcome in await self._on_disk(self._writes, deadline_s, calls)
+            outcome or DiskOutcome(WriteStatus.TIMED_OUT)
+            for outcome in await self._turns.run(self._writes, deadline_s, calls)
         ]
         written: list[tuple[int, IndexRecord]] = []
         for (index, record), outcome in zip(records, ended, strict=True):
@@ -384,27 +488,11 @@ class SsdTier:
                 written.append((index, record))
             else:
                 self._slots.free([record.offset])
+                if outcome.status is WriteStatus.TIMED_OUT:
+                    self._budget.give_back(record.slot_bytes)
         committed = await self._publish(written, statuses)
         self._judge([*(outcome for outcome in ended if outcome.status is not WriteStatus.OK), *committed])
         return statuses
-
-    def _writing(
-        self, buffer: memoryview, record: IndexRecord, deadline_s: float
-    ) -> Callable[[], _DiskOutcome]:
-        slab = self._slab
-
-        def job() -> _DiskOutcome:
-            if self._clock() >= deadline_s:
-                return _DiskOutcome(WriteStatus.TIMED_OUT)
-            try:
-                slab.write(record.offset, buffer, record.header.length_bytes)
-            except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    return _DiskOutcome(WriteStatus.FULL)
-                return _DiskOutcome(WriteStatus.UNAVAILABLE, f"writing failed: {error.strerror}")
-            return _DiskOutcome(WriteStatus.OK)
-
-        return job
 
     async def _publish(
         self, written: Sequence[tuple[int, IndexRecord]], statuses: list[WriteStatus]
@@ -412,10 +500,17 @@ class SsdTier:
         """Commit records of written payloads and make them visible."""
         if not written:
             return []
-        outcomes = await self._commit([Change.store(record) for _, record in written])
+        changes = [Change.store(record) for _, record in written]
+        doubtful, self._doubtful = self._doubtful, []
+        repairs = [self._repair(record) for record in doubtful]
+        outcomes = await self._index_changes.commit([*changes, *repairs, *self._budget_note()])
+        self._end_doubts(doubtful, outcomes[len(changes) :])
         replaced: list[_Copy] = []
-        for (index, record), outcome in zip(written, outcomes, strict=True):
+        for (index, record), outcome in zip(written, outcomes, strict=False):
             statuses[index] = outcome.status
+            if outcome.status is WriteStatus.UNAVAILABLE:
+                self._doubtful.append(record)
+                continue
             if outcome.status is not WriteStatus.OK:
                 self._slots.free([record.offset])
                 continue
@@ -427,7 +522,19 @@ class SsdTier:
                 replaced.append(old)
         for copy in replaced:
             await self._give_back(copy)
-        return outcomes
+        return outcomes[: len(written)]
+
+    def _repair(self, doubtful: IndexRecord) -> Change:
+        """Undo a record whose commit failed, in case it is there."""
+        copy = self._copies.get(doubtful.header.block.storage_key)
+        return Change.delete(doubtful) if copy is None else Change.restore(copy.record, instead_of=doubtful)
+
+    def _end_doubts(self, doubtful: Sequence[IndexRecord], outcomes: Sequence[CommitOutcome]) -> None:
+        for record, outcome in zip(doubtful, outcomes, strict=False):
+            if outcome.status is WriteStatus.OK:
+                self._slots.free([record.offset])
+            else:
+                self._doubtful.append(record)
 
     # Forgetting
 
@@ -441,7 +548,7 @@ class SsdTier:
         return True
 
     async def _drop(self, copies: Sequence[_Copy]) -> None:
-        await self._commit([Change.delete(copy.record) for copy in copies])
+        await self._index_changes.commit([Change.delete(copy.record) for copy in copies])
         for copy in copies:
             await self._give_back(copy)
 
@@ -459,83 +566,19 @@ class SsdTier:
     def _all_jobs(self) -> list[Jobs]:
         return [self._reads, self._writes, self._commits]
 
-    async def _close_jobs(self, pools: Sequence[Jobs]) -> None:
-        for jobs in pools:
-            await jobs.close()
-
     @property
     def _slab(self) -> Slab:
         assert self._store is not None, f"{self._name}: not open"
         return self._store.slab
 
-    async def _on_disk(
-        self, jobs: Jobs, deadline_s: float, sized: Sequence[tuple[int, Callable[[], _DiskOutcome]]]
-    ) -> list[_DiskOutcome | None]:
-        """Run calls in threads, several small ones per turn, in order; None where time ran out before."""
-        turns: list[list[Callable[[], _DiskOutcome]]] = []
-        room = 0
-        for size, call in sized:
-            if not turns or room < size:
-                turns.append([])
-                room = _JOB_BYTES
-            turns[-1].append(call)
-            room -= size
-        patience_s = deadline_s - self._clock()
-        results = await jobs.run_within([self._turn(calls) for calls in turns], patience_s)
-        outcomes: list[_DiskOutcome | None] = []
-        for calls, result in zip(turns, results, strict=True):
-            outcomes += result if result is not None else [None] * len(calls)
-        return outcomes
-
-    def _turn(self, jobs: Sequence[Callable[[], _DiskOutcome]]) -> Callable[[], list[_DiskOutcome]]:
-        def turn() -> list[_DiskOutcome]:
-            token = object()
-            outcomes = []
-            for job in jobs:
-                self._started_s[token] = self._clock()
-                outcomes.append(job())
-            self._started_s.pop(token, None)
-            return outcomes
-
-        return turn
-
-    async def _commit(self, changes: list[Change]) -> list[CommitOutcome]:
-        """Commit changes together with those of whoever else waits."""
-        future: asyncio.Future[list[CommitOutcome]] = asyncio.get_running_loop().create_future()
-        self._waiting.append((changes, future))
-        if self._committer is None:
-            self._committer = asyncio.ensure_future(self._commit_waiting())
-        return await future
-
-    async def _commit_waiting(self) -> None:
-        while self._waiting:
-            batch, self._waiting = self._waiting, []
-            changes = [change for part, _ in batch for change in part]
-            renewals = self._take_renewals(_RENEWALS_PER_COMMIT)
-            try:
-                outcomes = await self._commits.run(self._committing([*changes, *renewals]))
-            except Exception as error:
-                _log.exception("%s: folder %s: a commit died", self._name, self._folder)
-                outcomes = [CommitOutcome(WriteStatus.UNAVAILABLE, f"a commit died: {error}")] * len(changes)
-            self._counters["commits"] += 1
-            position = 0
-            for part, future in batch:
-                if not future.done():
-                    future.set_result(outcomes[position : position + len(part)])
-                position += len(part)
-        self._committer = None
-
-    def _committing(self, changes: Sequence[Change]) -> Callable[[], list[CommitOutcome]]:
+    def _commit_now(self, changes: Sequence[Change]) -> list[CommitOutcome]:
+        """Commit, in the thread for that."""
         store = self._store
         assert store is not None, f"{self._name}: not open"
+        return self._turns.timed(lambda: store.commit(changes))
 
-        def job() -> list[CommitOutcome]:
-            self._started_s[store] = self._clock()
-            outcomes = store.commit(changes)
-            self._started_s.pop(store, None)
-            return outcomes
-
-        return job
+    def _budget_note(self) -> list[Change]:
+        return [Change.note_budget(self._budget.left_bytes)] if self._budget.is_limited else []
 
     def _take_renewals(self, limit: int) -> list[Change]:
         keys = list(self._unrenewed)[:limit]

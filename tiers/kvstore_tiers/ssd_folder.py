@@ -3,7 +3,7 @@
 lock    locked (flock) for as long as the tier is open; holds the owner's process id
 dirty   there from open to close; found at open, it tells of an unclean end
 slab    payloads            index/   LMDB environment
-index.damaged/              the last index that had to be set aside
+index.damaged/              an index that cannot be used, while it is being removed
 """
 
 import errno
@@ -15,6 +15,7 @@ import stat
 from pathlib import Path
 
 from kvstore.errors import TierUnavailable
+from kvstore_tiers.disk_io import DiskIO, OsDiskIO
 
 _log = logging.getLogger(__name__)
 
@@ -40,8 +41,9 @@ def unavailable(name: str, folder: Path, doing: str, error: OSError) -> TierUnav
 class SsdFolder:
     """The files of one ssd tier. ``acquire`` and ``release`` frame its use."""
 
-    def __init__(self, path: Path, *, name: str) -> None:
+    def __init__(self, path: Path, *, name: str, io: DiskIO | None = None) -> None:
         self.path = path
+        self.io = io or OsDiskIO()
         self._name = name
         self._lock_fd = -1
 
@@ -58,6 +60,10 @@ class SsdFolder:
     @property
     def _dirty_path(self) -> Path:
         return self.path / "dirty"
+
+    @property
+    def _leftover_path(self) -> Path:
+        return self.path / "index.damaged"
 
     def acquire(self) -> None:
         """Make the folder if need be, check who may write to it, and lock it.
@@ -78,30 +84,37 @@ class SsdFolder:
 
     def mark_dirty(self) -> None:
         """Note on disk that the tier is in use. Raises OSError."""
-        fd = os.open(self._dirty_path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        os.close(fd)
-        _sync_folder(self.path)
+        flags = os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        self.io.close(self.io.open(self._dirty_path, flags, 0o600))
+        self._sync_folder(self.path)
 
     def mark_clean(self) -> None:
         """Note on disk that everything was written. Raises OSError."""
-        self._dirty_path.unlink(missing_ok=True)
-        _sync_folder(self.path)
+        if self.is_dirty():
+            self.io.unlink(self._dirty_path)
+        self._sync_folder(self.path)
 
     def sync(self) -> None:
         """Make the files' names survive a power loss. Raises OSError."""
-        _sync_folder(self.index_path)
-        _sync_folder(self.path)
+        self._sync_folder(self.index_path)
+        self._sync_folder(self.path)
 
-    def set_index_aside(self, reason: str) -> None:
-        """Move the index out of the way, so that the tier starts empty. Raises OSError."""
-        aside = self.path / "index.damaged"
+    def discard_index(self, reason: str) -> None:
+        """Remove the index, so that the tier starts empty and holds no second one. Raises OSError."""
         _log.warning(
-            "%s: folder %s: starting empty, the index is set aside: %s", self._name, self.path, reason
+            "%s: folder %s: starting empty, the index cannot be used: %s", self._name, self.path, reason
         )
-        if aside.is_dir():
-            shutil.rmtree(aside)
+        self.remove_leftovers()
         if os.path.lexists(self.index_path):
-            self.index_path.rename(aside)
+            self.index_path.rename(self._leftover_path)
+        self.remove_leftovers()
+
+    def remove_leftovers(self) -> None:
+        """Remove what an interrupted ``discard_index`` left. Raises OSError."""
+        if self._leftover_path.is_dir() and not self._leftover_path.is_symlink():
+            shutil.rmtree(self._leftover_path)
+        elif os.path.lexists(self._leftover_path):
+            self.io.unlink(self._leftover_path)
 
     def is_present(self) -> bool:
         """Return whether the folder is still there and still locked by this object."""
@@ -149,10 +162,9 @@ class SsdFolder:
             raise
         self._lock_fd = fd
 
-
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    def _sync_folder(self, path: Path) -> None:
+        fd = self.io.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self.io.fsync(fd)
+        finally:
+            self.io.close(fd)

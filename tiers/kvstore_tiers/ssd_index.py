@@ -1,8 +1,7 @@
 """SsdIndex: which slab slot holds which block, in an LMDB environment.
 
-Key ``s`` holds the superblock (magic, version). Key ``b`` + storage key (40 bytes) holds one record:
-
-    header (192) | slab offset u64 | slot bytes u32 | generation u64 | recency u64 | xxh3-64 of all before
+Key ``s`` holds the superblock (magic, version), key ``w`` what is left of the write budget, key ``b`` and a
+storage key (40 bytes) one record (see ssd_record).
 
 Concurrency. One process (the folder is locked by the tier), one writing thread at a time; no read
 transaction outlives ``load``. The environment must not be used in a forked child.
@@ -15,96 +14,34 @@ each, beside what copy on write needs for the transactions of the moment.
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import lmdb
 
-from kvstore.checksum import checksum
-from kvstore.errors import CorruptBlock
-from kvstore.tier import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader
 from kvstore_tiers.slots import padded
+from kvstore_tiers.ssd_record import (
+    BUDGET_KEY,
+    RECORD_PREFIX,
+    BudgetNote,
+    Change,
+    IndexRecord,
+    unpack_records,
+)
+
+__all__ = ["Change", "IndexIsForeign", "IndexRecord", "SsdIndex", "map_size_bytes", "max_records"]
 
 _MAGIC = b"KVSSD\0\0\0"
 _VERSION = 1
 _SUPERBLOCK = struct.Struct("<8sI")
 _SUPERBLOCK_KEY = b"s"
-_RECORD = struct.Struct(f"<{HEADER_BYTES}sQIQQ")
-_RECORD_SUM = struct.Struct("<Q")
 _FIXED_MAP_BYTES = 16 << 20
 _COPY_ON_WRITE_BYTES = 6 << 20
 _RECKONED_BYTES_PER_RECORD = 640
 _MAP_BYTES_PER_RECORD = 1024
 _SMALLEST_COUNTED_SLOT_BYTES = 64 << 10
 _MAX_READERS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class IndexRecord:
-    """Where one copy lies. ``generation`` tells copies of the same block apart; recency grows with use."""
-
-    header: BlockHeader
-    offset: int
-    slot_bytes: int
-    generation: int
-    recency: int
-
-    @property
-    def key(self) -> bytes:
-        """The LMDB key."""
-        return b"b" + self.header.block.storage_key
-
-    def pack(self) -> bytes:
-        """Return the stored form."""
-        body = _RECORD.pack(self.header.pack(), self.offset, self.slot_bytes, self.generation, self.recency)
-        return body + _RECORD_SUM.pack(checksum(body))
-
-    @classmethod
-    def unpack(cls, key: bytes, value: bytes) -> "IndexRecord":
-        """Return the record stored under ``key``.
-
-        Raises:
-            CorruptBlock: damaged, impossible, or a record of another block.
-        """
-        body = value[: _RECORD.size]
-        if len(value) != _RECORD.size + _RECORD_SUM.size or value[_RECORD.size :] != _RECORD_SUM.pack(
-            checksum(body)
-        ):
-            raise CorruptBlock(f"index: a record of {len(value)} bytes does not match its checksum")
-        header, offset, slot_bytes, generation, recency = _RECORD.unpack(body)
-        record = cls(BlockHeader.unpack(header), offset, slot_bytes, generation, recency)
-        block = record.header.block
-        if block.key != key[1:33] or block.part.pack() != key[33:]:
-            raise CorruptBlock("index: a record names another block than its key")
-        if slot_bytes != padded(record.header.length_bytes) or offset % ALIGNMENT_BYTES or not slot_bytes:
-            raise CorruptBlock(f"index: a slot of {slot_bytes} bytes at {offset} is impossible")
-        return record
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One change of the index: store a record, renew one that is still there, or delete one.
-
-    ``renew`` and ``delete`` act only while the stored record is of the same generation.
-    """
-
-    kind: str
-    record: IndexRecord
-
-    @classmethod
-    def store(cls, record: IndexRecord) -> "Change":
-        """Store a record, in place of any other of the block."""
-        return cls("store", record)
-
-    @classmethod
-    def renew(cls, record: IndexRecord) -> "Change":
-        """Rewrite a record with a new recency."""
-        return cls("renew", record)
-
-    @classmethod
-    def delete(cls, record: IndexRecord) -> "Change":
-        """Delete a record."""
-        return cls("delete", record)
+_REBUILT = "rebuilt.mdb"
+_CHANGES_PER_TRANSACTION = 512
 
 
 class IndexIsForeign(Exception):
@@ -145,6 +82,8 @@ class SsdIndex:
         """
         map_bytes = map_size_bytes(capacity_bytes)
         folder.mkdir(mode=0o700, exist_ok=True)
+        for leftover in folder.glob(f"{_REBUILT}*"):
+            leftover.unlink()
         return cls(_open_environment(folder, map_bytes), folder, map_bytes)
 
     def load(self) -> tuple[list[IndexRecord], list[bytes]]:
@@ -154,25 +93,57 @@ class SsdIndex:
             IndexIsForeign: another format, or no superblock over existing records.
             lmdb.Error: the environment cannot be read.
         """
-        records: list[IndexRecord] = []
-        damaged: list[bytes] = []
         superblock = _SUPERBLOCK.pack(_MAGIC, _VERSION)
-        found: bytes | None = None
         with self._env.begin() as transaction, transaction.cursor() as cursor:
-            for key, value in cursor:
-                if key == _SUPERBLOCK_KEY:
-                    found = value
-                    continue
-                try:
-                    records.append(IndexRecord.unpack(key, value))
-                except CorruptBlock:
-                    damaged.append(key)
+            found = transaction.get(_SUPERBLOCK_KEY)
+            items = list(cursor)
+        strange = [key for key, _ in items if key[:1] != RECORD_PREFIX]
+        records, damaged = unpack_records(item for item in items if item[0][:1] == RECORD_PREFIX)
+        damaged += [key for key in strange if key not in (_SUPERBLOCK_KEY, BUDGET_KEY)]
         if found is None and not records and not damaged:
             with self._env.begin(write=True) as transaction:
                 transaction.put(_SUPERBLOCK_KEY, superblock)
         elif found != superblock:
             raise IndexIsForeign(f"format {found!r}, expected {superblock!r}")
         return records, damaged
+
+    def budget_left_bytes(self) -> int | None:
+        """Return what an earlier run had left of its write budget; None if it had none.
+
+        Raises:
+            lmdb.Error: the environment cannot be read.
+        """
+        with self._env.begin() as transaction:
+            value = transaction.get(BUDGET_KEY)
+        return None if value is None else BudgetNote.unpack(value).left_bytes
+
+    def is_larger_than(self, folder: Path, capacity_bytes: int) -> bool:
+        """Return whether its file is larger than a tier of that capacity needs: LMDB never shrinks one."""
+        return (folder / "data.mdb").stat().st_size > map_size_bytes(capacity_bytes)
+
+    def rebuild(self, folder: Path, records: Sequence[IndexRecord], *, capacity_bytes: int) -> "SsdIndex":
+        """Put a smaller file with these records in place of this one, close this, and return the new one.
+
+        Raises:
+            OSError, lmdb.Error: it cannot be written; the index is as it was.
+        """
+        try:
+            left_bytes = self.budget_left_bytes()
+        finally:
+            self._env.close()
+        map_bytes = map_size_bytes(capacity_bytes)
+        environment = lmdb.open(str(folder / _REBUILT), subdir=False, map_size=map_bytes, mode=0o600)
+        try:
+            smaller = SsdIndex(environment, folder, map_bytes)
+            smaller.commit_nothing()
+            changes = [Change.store(record) for record in records]
+            changes += [] if left_bytes is None else [Change.note_budget(left_bytes)]
+            for start in range(0, len(changes), _CHANGES_PER_TRANSACTION):
+                smaller.commit(changes[start : start + _CHANGES_PER_TRANSACTION])
+        finally:
+            environment.close()
+        (folder / _REBUILT).replace(folder / "data.mdb")
+        return SsdIndex.open(folder, capacity_bytes=capacity_bytes)
 
     def delete_keys(self, keys: Sequence[bytes]) -> None:
         """Delete records by key, in one transaction."""
@@ -202,16 +173,13 @@ class SsdIndex:
         with self._env.begin(write=True) as transaction:
             for change in changes:
                 key = change.record.key
-                if change.kind == "store":
+                if change.is_unconditional:
                     transaction.put(key, change.record.pack())
-                    continue
-                held = transaction.get(key)
-                if held is None or _generation_of(held) != change.record.generation:
-                    continue
-                if change.kind == "renew":
-                    transaction.put(key, change.record.pack())
-                else:
-                    transaction.delete(key)
+                elif change.concerns(transaction.get(key)):
+                    if change.kind == "delete":
+                        transaction.delete(key)
+                    else:
+                        transaction.put(key, change.record.pack())
 
     def commit_nothing(self) -> None:
         """Commit a transaction that changes one byte: pages freed by the one before become usable."""
@@ -225,9 +193,15 @@ class SsdIndex:
             transaction.abort()
 
     def close(self) -> None:
-        """Write what is left in memory and close."""
-        self._env.sync(True)
-        self._env.close()
+        """Write what is left in memory and close, also when that fails. Idempotent.
+
+        Raises:
+            lmdb.Error: not everything is on disk.
+        """
+        try:
+            self._env.sync(True)
+        finally:
+            self._env.close()
 
 
 def _open_environment(folder: Path, map_bytes: int) -> "lmdb.Environment":
@@ -265,10 +239,3 @@ def map_size_bytes(capacity_bytes: int) -> int:
 def max_records(capacity_bytes: int) -> int:
     """Return how many records the index of a tier with that capacity holds for sure."""
     return (map_size_bytes(capacity_bytes) - _COPY_ON_WRITE_BYTES) // _RECKONED_BYTES_PER_RECORD
-
-
-def _generation_of(value: bytes) -> int:
-    if len(value) != _RECORD.size + _RECORD_SUM.size:
-        return -1
-    generation: int = _RECORD.unpack_from(value)[3]
-    return generation

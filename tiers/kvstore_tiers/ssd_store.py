@@ -1,13 +1,11 @@
 """SsdStore: the opened files of the ssd tier, and what was found in them. Blocking; used from threads."""
 
-import contextlib
-import gc
 import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -16,10 +14,12 @@ import lmdb
 
 from kvstore.errors import TierUnavailable
 from kvstore.tier import WriteStatus
+from kvstore_tiers.disk_io import DiskIO
 from kvstore_tiers.slab import Slab
 from kvstore_tiers.ssd_check import EXIT_UNUSABLE
 from kvstore_tiers.ssd_folder import SsdFolder, unavailable
-from kvstore_tiers.ssd_index import Change, IndexIsForeign, IndexRecord, SsdIndex
+from kvstore_tiers.ssd_index import IndexIsForeign, SsdIndex
+from kvstore_tiers.ssd_record import Change, IndexRecord
 
 _log = logging.getLogger(__name__)
 
@@ -39,50 +39,42 @@ class CommitOutcome:
 class SsdStore:
     """Slab and index of one folder, open and locked."""
 
-    def __init__(self, folder: SsdFolder, slab: Slab, index: SsdIndex) -> None:
+    def __init__(self, folder: SsdFolder, slab: Slab, index: SsdIndex, *, capacity_bytes: int) -> None:
         self._folder = folder
         self.slab = slab
         self._index = index
+        self._capacity_bytes = capacity_bytes
+        self._is_index_broken = False
 
     @classmethod
     def open(
-        cls, path: Path, *, capacity_bytes: int, name: str, check_timeout_s: float
+        cls,
+        path: Path,
+        *,
+        capacity_bytes: int,
+        name: str,
+        check_timeout_s: float,
+        io: DiskIO | None = None,
     ) -> tuple["SsdStore", list[IndexRecord]]:
         """Open the folder; returns the store and the records whose slots do not overlap, oldest use first.
 
         Raises:
             TierUnavailable: the folder, the disk or its space cannot be used.
         """
-        folder = SsdFolder(path, name=name)
+        folder = SsdFolder(path, name=name, io=io)
         folder.acquire()
         opened: list[Slab | SsdIndex] = []
-        slab: Slab | None = None
-        had_bytes = capacity_bytes
         try:
+            folder.remove_leftovers()
             _preflight(folder, capacity_bytes, check_timeout_s, name=name)
             folder.mark_dirty()
-            slab, had_bytes = Slab.open(folder.slab_path, capacity_bytes)
-            opened.append(slab)
-            index, records, damaged = _open_index(folder, capacity_bytes)
-            opened.append(index)
-            kept, unusable = _without_overlaps(records, min(had_bytes, capacity_bytes))
-            if damaged or unusable:
-                _log.warning(
-                    "%s: folder %s: %d damaged records and %d without their bytes are forgotten",
-                    *(name, path, len(damaged), len(unusable)),
-                )
-                index.delete_keys([*damaged, *(record.key for record in unusable)])
-            if had_bytes > capacity_bytes:
-                slab.shrink(capacity_bytes)
+            slab, index, records = _open_parts(folder, capacity_bytes, opened)
             folder.sync()
-        except (OSError, lmdb.Error, TierUnavailable) as error:
-            if slab is not None and had_bytes < capacity_bytes:
-                slab.shrink(had_bytes)
-            for part in opened:
-                part.close()
-            folder.release()
-            if isinstance(error, TierUnavailable):
-                raise
+        except TierUnavailable:
+            _close_parts(folder, opened)
+            raise
+        except (OSError, lmdb.Error) as error:
+            _close_parts(folder, opened)
             if isinstance(error, OSError):
                 doing = f"cannot hold {capacity_bytes} bytes of blocks and their index"
                 raise unavailable(name, path, doing, error) from error
@@ -90,7 +82,8 @@ class SsdStore:
                 f"{name}: folder {path}: the index cannot be opened: {error}: check the disk, or remove "
                 f"{folder.index_path}"
             ) from error
-        return cls(folder, slab, index), sorted(kept, key=attrgetter("recency"))
+        store = cls(folder, slab, index, capacity_bytes=capacity_bytes)
+        return store, sorted(records, key=attrgetter("recency"))
 
     def commit(self, changes: Sequence[Change]) -> list[CommitOutcome]:
         """Make slab writes and index changes durable, in that order; one outcome per change.
@@ -103,11 +96,13 @@ class SsdStore:
         return outcomes
 
     def _commit(self, changes: Sequence[Change]) -> list[CommitOutcome]:
-        stores = [change for change in changes if change.kind == "store"]
-        others = [change for change in changes if change.kind != "store"]
+        stores = [change for change in changes if change.is_unconditional]
+        others = [change for change in changes if not change.is_unconditional]
         try:
             if not self._folder.is_present():
                 return [CommitOutcome(WriteStatus.UNAVAILABLE, "the folder was deleted")] * len(changes)
+            if self._is_index_broken:
+                self._reopen_index()
             if stores:
                 self.slab.sync()
             try:
@@ -115,8 +110,31 @@ class SsdStore:
             except lmdb.MapFullError:
                 return self._commit_apart(changes, stores, others)
         except (OSError, lmdb.Error) as error:
+            self._is_index_broken |= isinstance(error, lmdb.Error)
             return [CommitOutcome(WriteStatus.UNAVAILABLE, f"writing failed: {error}")] * len(changes)
         return [CommitOutcome(WriteStatus.OK)] * len(changes)
+
+    def _reopen_index(self) -> None:
+        """Open the index anew: an environment that failed to write its root refuses every later change.
+
+        Raises:
+            OSError, lmdb.Error: not yet.
+        """
+        try:
+            self._index.close()
+        except lmdb.Error as error:
+            _log.warning("folder %s: the failed index did not close: %s", self._folder.path, error)
+        self._index = SsdIndex.open(self._folder.index_path, capacity_bytes=self._capacity_bytes)
+        self._is_index_broken = False
+        _log.info("folder %s: the index was opened anew after a fault", self._folder.path)
+
+    def budget_left_bytes(self) -> int | None:
+        """Return what an earlier run had left of its write budget; None if it had none, 0 if unreadable."""
+        try:
+            return self._index.budget_left_bytes()
+        except lmdb.Error as error:
+            _log.warning("folder %s: the write budget cannot be read: %s", self._folder.path, error)
+            return 0
 
     def is_present(self) -> bool:
         """Return whether the folder still exists."""
@@ -133,8 +151,7 @@ class SsdStore:
         except (OSError, lmdb.Error) as error:
             _log.warning("folder %s: closing was not clean: %s", self._folder.path, error)
         finally:
-            self.slab.close()
-            self._folder.release()
+            _close_parts(self._folder, [self.slab])
 
     def _commit_apart(
         self, changes: Sequence[Change], stores: Sequence[Change], others: Sequence[Change]
@@ -146,22 +163,10 @@ class SsdStore:
             self._index.commit(stores)
         except lmdb.MapFullError:
             return [
-                CommitOutcome(WriteStatus.FULL if change.kind == "store" else WriteStatus.OK)
+                CommitOutcome(WriteStatus.FULL if change.is_unconditional else WriteStatus.OK)
                 for change in changes
             ]
         return [CommitOutcome(WriteStatus.OK)] * len(changes)
-
-
-@contextlib.contextmanager
-def garbage_collection_paused() -> Iterator[None]:
-    """Loading makes objects by the hundred thousand and no garbage; looking for it doubles the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _preflight(folder: SsdFolder, capacity_bytes: int, timeout_s: float, *, name: str) -> None:
@@ -174,7 +179,7 @@ def _preflight(folder: SsdFolder, capacity_bytes: int, timeout_s: float, *, name
             [*command, str(capacity_bytes)], capture_output=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
-        folder.set_index_aside(f"reading it took longer than {timeout_s:.0f} s")
+        folder.discard_index(f"reading it took longer than {timeout_s:.0f} s")
         return
     if child.returncode:
         said = " ".join(child.stderr.decode("utf-8", "replace").strip().splitlines()[-1:])
@@ -184,7 +189,46 @@ def _preflight(folder: SsdFolder, capacity_bytes: int, timeout_s: float, *, name
                 f"{name}: folder {folder.path}: the index could not be examined after an unclean end: {how}: "
                 "nothing was changed; try again when there is memory, space and permission"
             )
-        folder.set_index_aside(how)
+        folder.discard_index(how)
+
+
+def _open_parts(
+    folder: SsdFolder, capacity_bytes: int, opened: list[Slab | SsdIndex]
+) -> tuple[Slab, SsdIndex, list[IndexRecord]]:
+    """Open slab and index, noted in ``opened`` for whoever cleans up, and cut both to the capacity."""
+    slab, had_bytes = Slab.open(folder.slab_path, capacity_bytes, io=folder.io)
+    opened.append(slab)
+    try:
+        index, records, damaged = _open_index(folder, capacity_bytes)
+    except (OSError, lmdb.Error):
+        if had_bytes < capacity_bytes:
+            slab.shrink(had_bytes)
+        raise
+    opened.append(index)
+    kept, unusable = _without_overlaps(records, min(had_bytes, capacity_bytes))
+    if damaged or unusable:
+        _log.warning(
+            "folder %s: %d damaged records and %d without their bytes are forgotten",
+            *(folder.path, len(damaged), len(unusable)),
+        )
+        index.delete_keys([*damaged, *(record.key for record in unusable)])
+    if had_bytes > capacity_bytes:
+        slab.shrink(capacity_bytes)
+    if index.is_larger_than(folder.index_path, capacity_bytes):
+        opened.remove(index)
+        index = index.rebuild(folder.index_path, kept, capacity_bytes=capacity_bytes)
+        opened.append(index)
+    return slab, index, kept
+
+
+def _close_parts(folder: SsdFolder, parts: Sequence[Slab | SsdIndex]) -> None:
+    """Let go of everything, whatever the disk says to that."""
+    for part in parts:
+        try:
+            part.close()
+        except (OSError, lmdb.Error) as error:
+            _log.warning("folder %s: closing was not clean: %s", folder.path, error)
+    folder.release()
 
 
 def _open_index(folder: SsdFolder, capacity_bytes: int) -> tuple[SsdIndex, list[IndexRecord], list[bytes]]:
@@ -195,7 +239,7 @@ def _open_index(folder: SsdFolder, capacity_bytes: int) -> tuple[SsdIndex, list[
     except (IndexIsForeign, lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError) as error:
         if index is not None:
             index.close()
-        folder.set_index_aside(str(error))
+        folder.discard_index(str(error))
     except BaseException:
         if index is not None:
             index.close()

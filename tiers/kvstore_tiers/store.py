@@ -217,10 +217,15 @@ class StoreTier:
             timeout_s=self._patience_s(deadline_s),
             checksums=[request.header.checksum for request in run],
         )
-        # Blocks are put in order, so it is the last ones that found no room or no time.
-        return [WriteStatus.OK] * (len(run) - result.dropped) + [
-            self._why_dropped(deadline_s)
-        ] * result.dropped
+        doubtful = set(result.doubtful)
+        if len(doubtful) > result.dropped:
+            # Somebody else may have stored them meanwhile; what is matched is stored.
+            found = await self._client.match(
+                chain, part=first.block.part, timeout_s=self._patience_s(deadline_s)
+            )
+            doubtful.difference_update(range(found.blocks))
+        why = self._why_dropped(deadline_s)
+        return [why if index in doubtful else WriteStatus.OK for index in range(len(run))]
 
     def _why_dropped(self, deadline_s: float) -> WriteStatus:
         if self._client is None or not self._client.is_reachable:

@@ -41,9 +41,9 @@ class VramTier:
     """Slots ``0..num_slots`` of an engine's page memory. A SlotTier; one event loop's thread.
 
     Pages that the host can address are lent in position. For others, host buffers are lent: a fixed number,
-    so a caller waits while they are short; a call for more than there are waits for all of them and gets the
-    rest made for it. A copy between pages and buffers runs in the loop's executor and is never abandoned: a
-    caller that is cancelled meanwhile leaves only when the copy has ended.
+    so callers wait, first come first served, while they are short; a call for more than there are waits for
+    all of them and gets the rest made for it. A copy between pages and buffers runs in the loop's executor
+    and is never abandoned: a caller that is cancelled meanwhile leaves only when the copy has ended.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class VramTier:
         self._generations = [0] * num_slots
         self._is_allocated = bytearray(num_slots)
         self._buffers: list[memoryview] = []
-        self._staging_free = asyncio.Condition()
+        self._waiting: deque[tuple[int, asyncio.Future[list[memoryview]]]] = deque()
 
     @property
     def name(self) -> str:
@@ -94,8 +94,12 @@ class VramTier:
             self._buffers = [self._new_buffer() for _ in range(self._staging_slots)]
 
     async def close(self) -> None:
-        """Let go of the staging buffers. Idempotent."""
+        """Let go of the staging buffers; whoever waits for some gets InvalidRequest. Idempotent."""
         self._buffers = []
+        while self._waiting:
+            _, granted = self._waiting.popleft()
+            if not granted.done():
+                granted.set_exception(InvalidRequest(f"{self._name}: closed"))
 
     def has_room(self, length_bytes: int, count: int = 1) -> bool:
         """Return whether ``allocate`` would succeed."""
@@ -118,6 +122,18 @@ class VramTier:
             self._is_allocated[slot] = 1
             self._generations[slot] += 1
         return slots
+
+    def has_staging_room(self, length_bytes: int, count: int = 1) -> bool:
+        """Return whether ``allocate`` would succeed: an engine keeps no pages for loads."""
+        return self.has_room(length_bytes, count)
+
+    def allocate_staging(self, length_bytes: int, count: int = 1) -> list[Slot]:
+        """Take ``count`` slots, as ``allocate`` does.
+
+        Raises:
+            TierFull: fewer are free, or a page is shorter than ``length_bytes``; none is taken.
+        """
+        return self.allocate(length_bytes, count)
 
     def free(self, slots: Sequence[Slot]) -> None:
         """Give slots back. A slot that is not allocated is our own mistake (AssertionError)."""
@@ -159,19 +175,41 @@ class VramTier:
     @contextlib.asynccontextmanager
     async def _staging(self, count: int) -> AsyncIterator[list[memoryview]]:
         wanted = min(count, self._staging_slots)
-        async with self._staging_free:
-            await self._staging_free.wait_for(lambda: len(self._buffers) >= wanted)
-            taken = [self._buffers.pop() for _ in range(wanted)]
+        taken = await self._take_buffers(wanted)
         try:
             yield taken + [self._new_buffer() for _ in range(count - wanted)]
         finally:
-            self._buffers += taken
-            # Plain state changed first: a cancellation here loses no buffer, only a wake-up of the others.
-            await self._wake_waiting()
+            self._give_back(taken)
 
-    async def _wake_waiting(self) -> None:
-        async with self._staging_free:
-            self._staging_free.notify_all()
+    async def _take_buffers(self, wanted: int) -> list[memoryview]:
+        granted: asyncio.Future[list[memoryview]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((wanted, granted))
+        self._grant()
+        try:
+            return await granted
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
+                self._give_back(granted.result())
+            else:
+                granted.cancel()
+                self._grant()  # it may have stood before one that wants fewer
+            raise
+
+    def _give_back(self, buffers: list[memoryview]) -> None:
+        self._buffers += buffers
+        self._grant()
+
+    def _grant(self) -> None:
+        """Hand free buffers to those who wait, in their order. Without an await: no wake-up can be lost."""
+        while self._waiting:
+            wanted, granted = self._waiting[0]
+            if granted.done():
+                self._waiting.popleft()
+            elif len(self._buffers) >= wanted:
+                self._waiting.popleft()
+                granted.set_result([self._buffers.pop() for _ in range(wanted)])
+            else:
+                return
 
     def _new_buffer(self) -> memoryview:
         return np.empty(self._memory.page_bytes, dtype=np.uint8).data

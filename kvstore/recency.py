@@ -1,0 +1,38 @@
+"""Uses: which blocks were used, told to the lower tiers that hold copies: their recency survives restarts."""
+
+from collections.abc import Sequence
+
+from kvstore.directory import BlockEntry
+from kvstore.state import State
+
+_MAX_NOTED_BLOCKS = 16_384
+"""Uses remembered between two tellings; beyond that they are a sample, which an order of use can bear."""
+
+
+class Uses:
+    """Notes uses at the price of one append, and tells the tiers in batches."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._is_wanted = any(not tier.is_shared for tier in state.lower)
+        self._noted: list[Sequence[BlockEntry]] = []
+        self._num_noted = 0
+
+    def note(self, entries: Sequence[BlockEntry]) -> None:
+        """Remember a use of the leading blocks of a chain."""
+        if self._is_wanted and entries and self._num_noted < _MAX_NOTED_BLOCKS:
+            self._noted.append(entries)
+            self._num_noted += len(entries)
+
+    async def tell(self) -> None:
+        """Tell each tier of the uses of its copies, the latest last, and each chain tail first."""
+        noted, self._noted, self._num_noted = self._noted, [], 0
+        # Each block at the place of its last use.
+        latest = dict.fromkeys(entry for entries in reversed(noted) for entry in entries)
+        order = list(reversed(latest))
+        for tier in self._state.lower:
+            if tier.is_shared:
+                continue
+            blocks = [entry.block for entry in order if entry.is_ready(tier.name)]
+            if blocks:
+                await tier.touch(blocks)

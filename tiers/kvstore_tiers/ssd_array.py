@@ -1,0 +1,265 @@
+"""SsdArray: several ssd folders, one per disk, as one tier.
+
+Each folder is an ``SsdTier`` with its own slab, index, lock, breaker and write budget, so a disk that fails
+takes only its own blocks away. Capacity and write budget are per folder: adding a disk changes no other.
+
+Placing. A block that is there is replaced where it is. A new one goes to the disk with the most free bytes
+among those that are up. The blocks of a disk that is down for a while stay filed and cannot be read; those
+of a folder that was deleted are absent, and may be stored again on another disk.
+
+Start. It opens if one folder can be opened; the others are named in the log and in ``health`` until the next
+start. Of two copies of a block, left by a disk that was down when the block was stored again, the one that
+was used last stays. Recency is numbered across all folders, so the order of a scan is that of use.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from operator import attrgetter
+
+from kvstore.errors import TierUnavailable
+from kvstore.keys import Namespace
+from kvstore.tier import (
+    BlockHeader,
+    BlockId,
+    Medium,
+    Probe,
+    ReadOutcome,
+    ReadRequest,
+    ReadStatus,
+    StorageKey,
+    TierHealth,
+    WriteRequest,
+    WriteStatus,
+)
+from kvstore_tiers.slots import padded
+from kvstore_tiers.ssd import SsdTier
+
+_log = logging.getLogger(__name__)
+
+Write = Callable[[SsdTier, list[int]], Awaitable[None]]
+
+
+class SsdArray:
+    """A Tier over ``disks``, which it opens and closes. They share one name and one ``Numbers``."""
+
+    def __init__(self, disks: Sequence[SsdTier], *, name: str = "ssd") -> None:
+        assert disks, f"{name}: no folder"
+        self._name = name
+        self._all = tuple(disks)
+        self._disks: list[SsdTier] = []
+        self._lost: list[str] = []
+
+    @property
+    def name(self) -> str:
+        """The tier's name in configuration, metrics and messages."""
+        return self._name
+
+    @property
+    def medium(self) -> Medium:
+        """Local disks."""
+        return Medium.SSD
+
+    @property
+    def is_shared(self) -> bool:
+        """False: the folders are locked."""
+        return False
+
+    @property
+    def disks(self) -> tuple[SsdTier, ...]:
+        """The folders that were opened."""
+        return tuple(self._disks)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of the slabs that were opened (of all of them before that)."""
+        return sum(disk.capacity_bytes for disk in self._disks or self._all)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of slots in use."""
+        return sum(disk.used_bytes for disk in self._disks)
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes on the disks beside the slabs, at most."""
+        return sum(disk.index_bytes for disk in self._all)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Events since open, of all folders together."""
+        total: Counter[str] = Counter()
+        for disk in self._disks:
+            total.update(disk.counters)
+        return dict(total)
+
+    @property
+    def budget_left_bytes(self) -> int | None:
+        """Bytes that may be written now, on all folders together; None without a budget."""
+        left = [disk.budget_left_bytes for disk in self._disks]
+        return sum(part or 0 for part in left) if any(part is not None for part in left) else None
+
+    def health(self) -> TierHealth:
+        """Up while one folder is; the reason names each that is not."""
+        healths = [disk.health() for disk in self._disks]
+        reasons = [*self._lost, *(health.reason for health in healths if not health.is_up)]
+        is_up = any(health.is_up for health in healths)
+        return TierHealth(is_up, "; ".join(reasons) or ("" if is_up else "not open"))
+
+    async def open(self) -> None:
+        """Open the folders.
+
+        Raises:
+            TierUnavailable: none can be opened: the message of the first.
+        """
+        if self._disks:
+            return
+        results = await asyncio.gather(*(disk.open() for disk in self._all), return_exceptions=True)
+        failures: list[BaseException] = []
+        for disk, result in zip(self._all, results, strict=True):
+            if result is None:
+                self._disks.append(disk)
+            else:
+                failures.append(result)
+        strange = [failure for failure in failures if not isinstance(failure, TierUnavailable)]
+        if strange or not self._disks:
+            await self.close()
+            raise (strange or failures)[0]
+        self._lost = [str(failure) for failure in failures]
+        for reason in self._lost:
+            _log.error("%s: going on without a folder: %s", self._name, reason)
+        await self._drop_duplicates()
+
+    async def close(self) -> None:
+        """Close every folder. Idempotent."""
+        disks, self._disks, self._lost = self._disks, [], []
+        await asyncio.gather(*(disk.close() for disk in disks))
+
+    async def scan(self) -> list[BlockHeader]:
+        """Return the header of every copy, least recently used first."""
+        records = [record for disk in self._disks for record in disk.records()]
+        if len(self._disks) > 1:
+            records.sort(key=attrgetter("recency"))
+        return [record.header for record in records]
+
+    def open_namespace(self, namespace: Namespace) -> None:
+        """Need not know: every record carries its layout."""
+
+    async def probe(self, blocks: Sequence[BlockId], *, deadline_s: float) -> Probe:
+        """For each block: this tier's name if a folder holds it. Answers from memory."""
+        holders = [self._holder(block) for block in blocks]
+        tiers: list[str | None] = [None] * len(blocks)
+        for index, (block, holder) in enumerate(zip(blocks, holders, strict=True)):
+            if holder is not None:
+                tiers[index] = (await holder.probe([block], deadline_s=deadline_s)).tiers[0]
+        return Probe(tiers)
+
+    async def read(self, requests: Sequence[ReadRequest], *, deadline_s: float) -> list[ReadOutcome]:
+        """Read copies into the buffers, and verify them; each folder on its own."""
+        outcomes = [ReadOutcome(ReadStatus.ABSENT)] * len(requests)
+        if not self._disks:
+            outcomes = [ReadOutcome(ReadStatus.UNAVAILABLE)] * len(requests)
+
+        async def read_from(disk: SsdTier, indexes: list[int]) -> None:
+            found = await disk.read([requests[i] for i in indexes], deadline_s=deadline_s)
+            for index, outcome in zip(indexes, found, strict=True):
+                outcomes[index] = outcome
+
+        await self._on_each(read_from, [self._holder(request.block) for request in requests])
+        return outcomes
+
+    async def write(self, requests: Sequence[WriteRequest], *, deadline_s: float) -> list[WriteStatus]:
+        """Write copies; OK means durable. A present copy is replaced."""
+        statuses = [WriteStatus.UNAVAILABLE] * len(requests)
+
+        async def write_to(disk: SsdTier, indexes: list[int]) -> None:
+            written = await disk.write([requests[i] for i in indexes], deadline_s=deadline_s)
+            for index, status in zip(indexes, written, strict=True):
+                statuses[index] = status
+            stored = [requests[i].header.block for i in indexes if statuses[i] is WriteStatus.OK]
+            for other in self._disks:
+                if other is not disk:
+                    await other.drop(stored)
+
+        await self._on_each(write_to, self._places(requests))
+        return statuses
+
+    async def drop(self, blocks: Sequence[BlockId]) -> None:
+        """Forget copies and give their slots back."""
+        await asyncio.gather(*(disk.drop(blocks) for disk in self._disks))
+
+    async def touch(self, blocks: Sequence[BlockId]) -> None:
+        """Make copies the most recently used; on disk soon."""
+        for block in blocks:
+            holder = self._holder(block)
+            if holder is not None:
+                await holder.touch([block])
+
+    def has_room(self, length_bytes: int, count: int = 1) -> bool:
+        """Return whether ``count`` more copies of that length fit now, on the folders that are up."""
+        left = count
+        for disk in self._usable():
+            left -= disk.room_blocks(length_bytes, left)
+            if left <= 0:
+                return True
+        return False
+
+    def check(self) -> list[str]:
+        """Return one line per violated invariant of the slot bookkeeping."""
+        return [problem for disk in self._disks for problem in disk.check()]
+
+    def _usable(self) -> list[SsdTier]:
+        # With all of them down nothing is written, and nothing need leave for it.
+        return [disk for disk in self._disks if disk.health().is_up] or self._disks
+
+    def _holder(self, block: BlockId) -> SsdTier | None:
+        return next((disk for disk in self._disks if not disk.is_gone and disk.holds(block)), None)
+
+    def _places(self, requests: Sequence[WriteRequest]) -> list[SsdTier | None]:
+        """Say for each block where it is written."""
+        usable = self._usable()
+        free = {disk: disk.capacity_bytes - disk.used_bytes for disk in usable}
+        places: list[SsdTier | None] = []
+        placed: dict[StorageKey, SsdTier | None] = {}
+        for request in requests:
+            name = request.header.block.storage_key
+            if name in placed:
+                places.append(placed[name])
+                continue
+            holder = self._holder(request.header.block)
+            if holder not in free:
+                length = request.header.length_bytes
+                fitting = [disk for disk in usable if disk.has_room(length)]
+                holder = max(fitting or usable, key=free.__getitem__, default=None)
+                if holder is not None:
+                    free[holder] -= padded(length)
+            placed[name] = holder
+            places.append(holder)
+        return places
+
+    async def _on_each(self, work: Write, places: Sequence[SsdTier | None]) -> None:
+        """Run work once for each disk among the places, with the indexes it has there."""
+        indexes: dict[SsdTier, list[int]] = {}
+        for index, disk in enumerate(places):
+            if disk is not None:
+                indexes.setdefault(disk, []).append(index)
+        await asyncio.gather(*(work(disk, part) for disk, part in indexes.items()))
+
+    async def _drop_duplicates(self) -> None:
+        if len(self._disks) < 2:
+            return
+        latest: dict[BlockId, tuple[int, SsdTier]] = {}
+        stale: dict[SsdTier, list[BlockId]] = {}
+        for disk in self._disks:
+            for record in disk.records():
+                block = record.header.block
+                known = latest.get(block)
+                if known is not None and known[0] > record.recency:
+                    stale.setdefault(disk, []).append(block)
+                    continue
+                if known is not None:
+                    stale.setdefault(known[1], []).append(block)
+                latest[block] = (record.recency, disk)
+        for disk, blocks in stale.items():
+            await disk.drop(blocks)
