@@ -7,6 +7,7 @@ and 3, little-endian.
 
 import math
 import mmap
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,8 @@ class GgufFile:
         """
         try:
             with self._path.open("rb") as file:
+                if not os.fstat(file.fileno()).st_size:
+                    raise UnsupportedModel(f"{self._path}: the file is empty: fetch it again")
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise UnsupportedModel(f"{self._path}: cannot be read as a model: {error}") from error

@@ -6,7 +6,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -14,6 +14,7 @@ from aiohttp import web
 from kvstore.errors import InvalidRequest, KVStoreError, PromptTooLong, TierFull
 from kvstore_engine_adapter.chat_answer import AnswerHead, AnswerText, reuse
 from kvstore_engine_adapter.chat_request import ApiError, ChatRequest, parse_chat_request
+from kvstore_engine_adapter.closing_time import ClosingTime
 from kvstore_engine_adapter.generation import (
     EngineBusy,
     EngineClosed,
@@ -24,6 +25,7 @@ from kvstore_engine_adapter.generation import (
     Token,
 )
 from kvstore_engine_adapter.paged_engine import PagedEngine
+from kvstore_engine_adapter.request_body import read_body
 from kvstore_engine_adapter.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,6 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MAX_BODY_BYTES = 4 << 20
-_BODY_PATIENCE_S = 30.0
 _WRITE_PATIENCE_S = 10.0
 _RETRY_AFTER_S = 1
 
@@ -51,10 +52,10 @@ class _Answer:
 
 
 class HttpFace:
-    """Routes of one engine. ``application`` is served by aiohttp with ``handler_cancellation`` on, so that a
-    client that hangs up ends its request.
+    """Routes of one engine, served by its ``runner``. A client that hangs up ends its request.
 
     A client that does not read its stream for 10 seconds is dropped: the engine runs one request at a time.
+    ``close`` before the runner's clean-up gives the requests under way their time.
     """
 
     def __init__(
@@ -70,16 +71,31 @@ class HttpFace:
         self._model_name = model_name
         self._wall_clock = wall_clock
         self._created = int(wall_clock())
+        self._closing_time = ClosingTime()
 
-    def application(self, *, max_body_bytes: int = MAX_BODY_BYTES) -> web.Application:
-        """Return the aiohttp application."""
+    def runner(self, *, max_body_bytes: int = MAX_BODY_BYTES, shutdown_s: float = 1.0) -> web.AppRunner:
+        """Return what serves the routes, not set up. ``shutdown_s``: half the time its clean-up may take."""
         app = web.Application(client_max_size=max_body_bytes, middlewares=[_errors_in_openai_shape])
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/models/{name:.+}", self._model)
-        app.router.add_get("/healthz", self._health)
-        app.router.add_get("/stats", self._stats)
-        return app
+        app.router.add_post("/v1/chat/completions", self._chat, expect_handler=_answer_expectation)
+        for path, answer in (
+            ("/v1/models", self._models),
+            ("/v1/models/{name:.+}", self._model),
+            ("/healthz", self._health),
+            ("/stats", self._stats),
+        ):
+            app.router.add_get(path, answer, expect_handler=_answer_expectation)
+        # Cancellation on: a client that hangs up ends its request.
+        return web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            auto_decompress=False,
+            shutdown_timeout=shutdown_s,
+        )
+
+    async def close(self, *, grace_s: float) -> None:
+        """Refuse new chats, give those under way ``grace_s`` seconds, then end them with an error."""
+        await self._closing_time.close(grace_s=grace_s)
 
     async def _health(self, _request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -113,10 +129,19 @@ class HttpFace:
             )
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        chat = parse_chat_request(await _read_body(request))
-        self._require_model(chat.model)
-        # In a thread: a prompt of megabytes takes the tokenizer seconds.
-        prompt = await asyncio.to_thread(self._tokenizer.encode_chat, chat.messages)
+        with self._closing_time.request():
+            async with self._closing_time.step():
+                chat = parse_chat_request(await _read_body(request))
+                self._require_model(chat.model)
+                # In a thread: a prompt of hundreds of kilobytes takes the tokenizer a second.
+                prompt = await asyncio.to_thread(
+                    self._tokenizer.encode_chat, chat.messages, context_tokens=self._engine.context_tokens
+                )
+            return await self._answer(request, chat, prompt)
+
+    async def _answer(
+        self, request: web.Request, chat: ChatRequest, prompt: Sequence[int]
+    ) -> web.StreamResponse:
         generate = GenerateRequest(
             prompt=prompt,
             max_tokens=chat.max_tokens,
@@ -127,11 +152,21 @@ class HttpFace:
         answer = _Answer(AnswerText(self._tokenizer, chat.stops), RequestReport(len(prompt)))
         head = AnswerHead(f"chatcmpl-{secrets.token_hex(12)}", int(self._wall_clock()), self._model_name)
         async with contextlib.aclosing(self._pieces(generate, answer)) as pieces:
+            in_time = self._until_closed(pieces)
             if chat.is_streaming:
-                return await _stream(request, chat, head, answer, pieces)
-            text = "".join([piece async for piece in pieces])
+                return await _stream(request, chat, head, answer, in_time)
+            text = "".join([piece async for piece in in_time])
         tokens = answer.tokens if chat.wants_tokens else None
         return web.json_response(head.completion(text, answer.finish_reason, answer.report, tokens))
+
+    async def _until_closed(self, pieces: AsyncIterator[str]) -> AsyncIterator[str]:
+        """Yield the pieces; EngineClosed if the next one is not there at the end of closing time."""
+        while True:
+            async with self._closing_time.step():
+                piece = await anext(pieces, None)
+            if piece is None:
+                return
+            yield piece
 
     async def _pieces(self, generate: GenerateRequest, answer: _Answer) -> AsyncGenerator[str, None]:
         """Yield the answer's text piece by piece, the first (empty) one once the prompt is computed."""
@@ -217,12 +252,19 @@ async def _end(response: web.StreamResponse) -> None:
         raise ClientGone("a client went away or stopped reading its stream") from error
 
 
+async def _answer_expectation(request: web.Request) -> web.Response | None:
+    """Send 100 Continue to a client that asks for it; refuse any other expectation."""
+    expectation = request.headers.get("Expect", "")
+    if expectation.lower() != "100-continue":
+        return _error_response(ApiError(417, f"Expect: {expectation[:40]!r} is not supported"))
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # what came before the status line does not count as sent
+    return None
+
+
 async def _read_body(request: web.Request) -> bytes:
     try:
-        async with asyncio.timeout(_BODY_PATIENCE_S):
-            return await request.read()
-    except TimeoutError as error:
-        raise ApiError(408, f"the body did not arrive within {_BODY_PATIENCE_S:.0f} seconds") from error
+        return await read_body(request)
     except ConnectionError as error:
         raise ClientGone("a client went away while it sent its request") from error
 

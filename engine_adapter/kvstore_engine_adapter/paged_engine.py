@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,7 @@ from kvstore.errors import InvalidConfig, InvalidRequest, PromptTooLong
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.manager import BlockManager
+from kvstore.miss import MissReason
 from kvstore.tier import Slot, Tier
 from kvstore_engine_adapter.adapter import manager_over
 from kvstore_engine_adapter.attention import TorchAttention
@@ -36,6 +37,14 @@ from kvstore_engine_adapter.sampling import Sampler
 from kvstore_engine_adapter.worker import ForwardWorker
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_CONTEXT_TOKENS = 8192
+"""Prompt and answer, if the model takes as much and nothing else is asked for."""
+
+_FAULTS = frozenset(
+    reason.value
+    for reason in (MissReason.TIMED_OUT, MissReason.UNAVAILABLE, MissReason.BREAKER_OPEN, MissReason.CORRUPT)
+)
 
 Event = Prefilled | Token | Finished
 """What ``generate`` yields: one Prefilled, tokens, then one Finished."""
@@ -153,8 +162,8 @@ class PagedEngine:
             running.worker.close()
             raise
 
-    async def close(self) -> None:
-        """Cancel what runs and waits, let writes drain, close the tiers. Idempotent."""
+    async def close(self, *, drain_s: float = 5.0) -> None:
+        """Cancel what runs and waits, let writes drain for ``drain_s``, close the tiers. Idempotent."""
         running, self._running = self._running, None
         if running is None:
             return
@@ -164,7 +173,7 @@ class PagedEngine:
         if others:
             await asyncio.wait(others)
         if running.supply.manager is not None:
-            await running.supply.manager.close()
+            await running.supply.manager.close(drain_s=drain_s)
         running.worker.close()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
@@ -195,13 +204,18 @@ class PagedEngine:
                 sequence.blocks.end()
 
     def stats(self) -> dict[str, object]:
-        """Return counters, ready for JSON: the manager's, and the engine's own."""
+        """Return counters, ready for JSON: the manager's, and the engine's own.
+
+        ``store_faults`` holds what went wrong with the store: calls of the engine's that failed or came late,
+        ``write_dropped/<tier>/<reason>`` blocks not written and ``<call>_missed/<reason>`` blocks not found.
+        """
         running = self._running
+        manager_stats = running.supply.manager.stats() if running and running.supply.manager else None
         return {
             "waiting_requests": self._waiting,
             "is_running": self._turn.locked(),
-            "store_faults": dict(running.supply.faults) if running else {},
-            "manager": running.supply.manager.stats() if running and running.supply.manager else None,
+            "store_faults": dict(running.supply.faults if running else {}) | _faults(manager_stats or {}),
+            "manager": manager_stats,
         }
 
     def _start(self) -> "_Running":
@@ -237,14 +251,14 @@ class PagedEngine:
         count, limit = len(request.prompt), self._context_tokens
         if not count:
             raise InvalidRequest("prompt: it has no tokens")
-        vocabulary = self._model.config.vocab_size
-        if not all(0 <= token < vocabulary for token in request.prompt):
-            raise InvalidRequest(f"prompt: a token is outside 0..{vocabulary - 1}")
         if count >= limit:
             raise PromptTooLong(
                 f"prompt: {count} tokens, the context is {limit} including at least one token of answer: "
                 "shorten the prompt or raise the model length"
             )
+        vocabulary = self._model.config.vocab_size
+        if not all(0 <= token < vocabulary for token in request.prompt):
+            raise InvalidRequest(f"prompt: a token is outside 0..{vocabulary - 1}")
         if request.max_tokens is None:
             return limit - count
         if request.max_tokens < 1:
@@ -410,13 +424,40 @@ def _refuse_more_than_memory(wanted_bytes: int, device: torch.device) -> None:
         )
 
 
+def _faults(manager_stats: Mapping[str, object]) -> dict[str, object]:
+    """Return the counters of a manager's that speak of a fault of a lower tier, by name."""
+    faults = {f"write_dropped/{name}": n for name, n in _inside(manager_stats, "write_drops_blocks")}
+    for call in ("match", "fetch"):
+        misses = dict(_inside(dict(_inside(manager_stats, call)), "misses_blocks"))
+        faults |= {f"{call}_missed/{name}": n for name, n in misses.items() if name in _FAULTS}
+    return faults
+
+
+def _inside(stats: Mapping[str, object], name: str) -> list[tuple[str, object]]:
+    value = stats.get(name)
+    return list(value.items()) if isinstance(value, dict) else []
+
+
+def default_context_tokens(model: LoadedModel) -> int:
+    """Return the tokens of prompt and answer that are offered if nothing else is asked for."""
+    return min(model.config.context_tokens, DEFAULT_CONTEXT_TOKENS)
+
+
 def _context_tokens(model: LoadedModel, settings: EngineSettings) -> int:
     limit, wanted = model.config.context_tokens, settings.max_model_tokens
     if wanted is None:
-        return min(limit, 8192)
+        return default_context_tokens(model)
     if not 2 <= wanted <= limit:
         raise InvalidConfig(f"engine: a model length of {wanted} tokens, the model allows 2..{limit}")
     return wanted
 
 
-__all__ = ["EngineSettings", "Event", "PagedEngine", "block_bytes_of", "layout_of"]
+__all__ = [
+    "DEFAULT_CONTEXT_TOKENS",
+    "EngineSettings",
+    "Event",
+    "PagedEngine",
+    "block_bytes_of",
+    "default_context_tokens",
+    "layout_of",
+]

@@ -1,9 +1,11 @@
 """Running one engine as a process: model, engine, HTTP face, until a signal ends it."""
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +18,19 @@ from kvstore.tier import Tier
 from kvstore_engine_adapter.http_face import HttpFace
 from kvstore_engine_adapter.model import LoadedModel, load_model
 from kvstore_engine_adapter.page_pool import TORCH_DTYPES
-from kvstore_engine_adapter.paged_engine import EngineSettings, PagedEngine, block_bytes_of
+from kvstore_engine_adapter.paged_engine import (
+    EngineSettings,
+    PagedEngine,
+    block_bytes_of,
+    default_context_tokens,
+)
+from kvstore_engine_adapter.store_watch import StoreWatch
 
 logger = logging.getLogger(__name__)
 
-_SHUTDOWN_S = 5.0
+_LEAST_BLOCKS = 2
+_LEAST_DRAIN_S = 0.1
+_CLOSE_S = 0.25
 _MAX_SALT_BYTES = 4096
 
 
@@ -28,8 +38,10 @@ _MAX_SALT_BYTES = 4096
 class ServeOptions:
     """What ``kvstore engine`` is told; ``store`` is a store's address, None for reuse within the engine only.
 
-    ``kv_cache_bytes`` and ``num_blocks`` both size the ``vram`` tier: at most one is given. Digests of model
-    files are remembered in ``cache_folder``.
+    ``kv_cache_bytes`` and ``num_blocks`` both size the ``vram`` tier: at most one is given, and
+    ``max_model_tokens`` does not exceed what it holds (None: the most that it does). ``grace_s`` is the time
+    that requests under way and unwritten blocks have after the signal that ends it. Digests of
+    model files are remembered in ``cache_folder``.
     """
 
     model: Path
@@ -46,12 +58,15 @@ class ServeOptions:
     device: str = "cpu"
     tenant_salt_file: Path | None = None
     is_reusing: bool = True
+    grace_s: float = 5.0
     lower: Sequence[Tier] = field(default=())
     cache_folder: Path | None = None
 
 
 async def serve_engine(options: ServeOptions, announce: Callable[[dict[str, object]], None]) -> None:
     """Load, listen, call ``announce`` with the ``ready`` event, and serve until SIGTERM or SIGINT.
+
+    After the signal it ends within the grace and a second, but for a pass under way.
 
     Raises:
         UnsupportedModel: the model cannot be loaded.
@@ -68,20 +83,37 @@ async def serve_engine(options: ServeOptions, announce: Callable[[dict[str, obje
     model = await asyncio.to_thread(
         load_model, options.model, dtype=dtype, device=device, cache_folder=options.cache_folder
     )
+    num_blocks = _num_blocks(options, model)
     settings = EngineSettings(
         block_tokens=options.block_tokens,
-        max_model_tokens=options.max_model_tokens,
-        num_blocks=_num_blocks(options, model),
+        max_model_tokens=_max_model_tokens(options, model, num_blocks),
+        num_blocks=num_blocks,
         is_reusing=options.is_reusing,
         tenant_salt=salt,
     )
     engine = PagedEngine(model, settings, lower=options.lower)
     name = options.served_model_name or model.config.name
     await engine.open()
+    left_s = options.grace_s
+    watching = None if options.store is None else asyncio.create_task(StoreWatch(options.store).run())
     try:
-        await _serve(options, engine, HttpFace(engine, model.tokenizer, model_name=name), announce, stopped)
+        face = HttpFace(engine, model.tokenizer, model_name=name)
+        left_s = await _serve(options, engine, face, announce, stopped)
     finally:
-        await engine.close()
+        if watching is not None:
+            watching.cancel()
+            await asyncio.wait([watching])
+        await _close_engine(engine, max(left_s, _LEAST_DRAIN_S))
+
+
+async def _close_engine(engine: PagedEngine, drain_s: float) -> None:
+    closing = asyncio.ensure_future(engine.close(drain_s=drain_s))
+    await asyncio.wait([closing], timeout=drain_s + _CLOSE_S)
+    if not closing.done():
+        logger.warning("engine: its store has not let go after %g s: abandoned", drain_s + _CLOSE_S)
+        closing.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await closing
 
 
 async def _serve(
@@ -90,10 +122,9 @@ async def _serve(
     face: HttpFace,
     announce: Callable[[dict[str, object]], None],
     stopped: asyncio.Event,
-) -> None:
-    runner = web.AppRunner(
-        face.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
-    )
+) -> float:
+    """Serve until the signal, and end the requests; returns what is left of the grace, in seconds."""
+    runner = face.runner(shutdown_s=_CLOSE_S / 2)
     await runner.setup()
     try:
         site = web.TCPSite(runner, options.host, options.port)
@@ -105,11 +136,15 @@ async def _serve(
                 "choose another --port, or 0 for a free one"
             ) from error
         if stopped.is_set():
-            return
+            return options.grace_s
         host, port = runner.addresses[0][:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         announce({"event": "ready", "url": url, "context_tokens": engine.context_tokens})
         await stopped.wait()
+        started_s = time.monotonic()
+        await site.stop()
+        await face.close(grace_s=options.grace_s)
+        return options.grace_s - (time.monotonic() - started_s)
     finally:
         await runner.cleanup()
 
@@ -156,11 +191,39 @@ def _tenant_salt(path: Path | None) -> bytes:
 
 
 def _num_blocks(options: ServeOptions, model: LoadedModel) -> int | None:
+    """Return the size of the vram tier, None if it was not given.
+
+    Raises:
+        InvalidConfig: it holds no block of prompt with a token of answer.
+    """
     if options.kv_cache_bytes is None:
-        return options.num_blocks
-    block_bytes = block_bytes_of(model, options.block_tokens)
-    if options.kv_cache_bytes < block_bytes:
+        num_blocks, given = options.num_blocks, f"--num-blocks {options.num_blocks}"
+    else:
+        num_blocks = options.kv_cache_bytes // block_bytes_of(model, options.block_tokens)
+        given = f"--kv-cache-bytes {options.kv_cache_bytes}"
+    if num_blocks is not None and num_blocks < _LEAST_BLOCKS:
+        block_bytes = block_bytes_of(model, options.block_tokens)
         raise InvalidConfig(
-            f"engine: --kv-cache-bytes {options.kv_cache_bytes} holds no block: one has {block_bytes} bytes"
+            f"engine: {given}, in blocks of {block_bytes} bytes holds {num_blocks}: "
+            f"give at least {_LEAST_BLOCKS}, one of prompt and one of answer"
         )
-    return options.kv_cache_bytes // block_bytes
+    return num_blocks
+
+
+def _max_model_tokens(options: ServeOptions, model: LoadedModel, num_blocks: int | None) -> int | None:
+    """Return the longest sequence to offer: no longer than the vram tier holds.
+
+    Raises:
+        InvalidConfig: more was asked for than it holds.
+    """
+    if num_blocks is None:
+        return options.max_model_tokens
+    held = num_blocks * options.block_tokens
+    if options.max_model_tokens is not None:
+        if options.max_model_tokens > held:
+            raise InvalidConfig(
+                f"engine: --max-model-len {options.max_model_tokens}, but {num_blocks} blocks of "
+                f"{options.block_tokens} tokens hold {held}: lower it, or give more blocks"
+            )
+        return options.max_model_tokens
+    return min(held, default_context_tokens(model))

@@ -5,11 +5,12 @@ import asyncio
 import json
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.config import cache_folder
-from kvstore.errors import KVStoreError, ServerUnavailable
+from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:
     from kvstore_engine_adapter.serve_engine import ServeOptions
@@ -28,18 +29,25 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--store", metavar="ADDRESS", help="address of a store (default: none)")
     parser.add_argument("--no-reuse", action="store_true", help="compute every prompt; keep no blocks at all")
     parser.add_argument("--host", default="127.0.0.1", help="a loopback address (default: %(default)s)")
-    parser.add_argument("--port", type=_port, default=8000, help="0: a free one (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=_whole(0, 65535), default=8000, help="0: a free one (default: %(default)s)"
+    )
     parser.add_argument("--served-model-name", metavar="NAME", help="default: the model's own name")
     parser.add_argument(
-        "--max-model-len", type=_positive, metavar="TOKENS", help="prompt and answer (default: up to 8192)"
+        "--max-model-len",
+        type=_whole(2),
+        metavar="TOKENS",
+        help="prompt and answer (default: what model and vram tier hold, up to 8192)",
     )
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--kv-cache-bytes", type=_positive, metavar="BYTES", help="size of the vram tier")
+    size.add_argument("--kv-cache-bytes", type=_whole(1), metavar="BYTES", help="size of the vram tier")
     size.add_argument(
-        "--num-blocks", type=_positive, help="size of the vram tier (default: 4 full sequences)"
+        "--num-blocks", type=_whole(1), help="size of the vram tier (default: 4 full sequences)"
     )
-    parser.add_argument("--block-tokens", type=_positive, default=16, help="default: %(default)s")
-    parser.add_argument("--threads", type=_positive, default=1, help="torch threads (default: %(default)s)")
+    parser.add_argument("--block-tokens", type=_whole(1, 65535), default=16, help="default: %(default)s")
+    parser.add_argument(
+        "--threads", type=_whole(1, 1024), default=1, help="torch threads (default: %(default)s)"
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
@@ -47,6 +55,13 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=Path,
         metavar="FILE",
         help="secret bytes that separate this tenant's blocks",
+    )
+    parser.add_argument(
+        "--grace",
+        type=_seconds,
+        default=5.0,
+        metavar="SECONDS",
+        help="time for requests under way and unwritten blocks after SIGTERM (default: %(default)g)",
     )
     parser.set_defaults(run=run)
 
@@ -61,12 +76,12 @@ def run(args: argparse.Namespace) -> int:
     if args.store is not None and args.no_reuse:
         return _complain("engine: --store and --no-reuse exclude each other: leave one out", 2)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # A store that is back is as much news as one that is away; the rest of the engine's information is not.
+    logging.getLogger("kvstore_engine_adapter.store_watch").setLevel(logging.INFO)
     # A large model's first start takes minutes here: its progress is worth a line.
     logging.getLogger("kvstore_engine_adapter.model_digest").setLevel(logging.INFO)
     try:
         asyncio.run(serve_engine(_options(args), _announce))
-    except ServerUnavailable as error:
-        return _complain(str(error), 3)
     except KVStoreError as error:
         return _complain(str(error), 2)
     return 0
@@ -96,6 +111,7 @@ def _options(args: argparse.Namespace) -> "ServeOptions":
         device=args.device,
         tenant_salt_file=args.tenant_salt_file,
         is_reusing=not args.no_reuse,
+        grace_s=args.grace,
         lower=lower,
         cache_folder=cache_folder(),
     )
@@ -110,15 +126,25 @@ def _complain(message: str, status: int) -> int:
     return status
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
+def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
+    """Return a reader of whole numbers within bounds; argparse names the option in its complaint."""
+    wanted = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+
+    def read(text: str) -> int:
+        # int() also takes underscores, spaces and digits of other scripts; and thousands of digits slowly.
+        is_plain = text.removeprefix("-").isdecimal() and text.isascii() and len(text) <= 20
+        if not is_plain or int(text) < low or (high is not None and int(text) > high):
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {wanted}")
+        return int(text)
+
+    return read
 
 
-def _port(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= 65535:
-        raise argparse.ArgumentTypeError(f"{value} is outside 0..65535")
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of seconds from 0 to 3600")
     return value

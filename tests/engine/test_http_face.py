@@ -3,7 +3,11 @@
 import asyncio
 import base64
 import contextlib
+import gzip
+import io
 import json
+import time
+import zlib
 
 import aiohttp
 import numpy as np
@@ -12,7 +16,7 @@ from aiohttp import web
 
 from kvstore.errors import TierFull
 from kvstore_engine_adapter.generation import Prefilled, RequestReport, Token
-from kvstore_engine_adapter.http_face import HttpFace
+from kvstore_engine_adapter.http_face import MAX_BODY_BYTES, HttpFace
 from kvstore_engine_adapter.paged_engine import EngineSettings, PagedEngine
 
 LONG_TEXT = "The old pier burned down in 1847. " * 12
@@ -32,13 +36,14 @@ class Client:
         self._session = session
         self.engine = engine
 
-    async def post(self, data):
-        options = {"data": data} if isinstance(data, bytes) else {"json": data}
+    async def post(self, data, **headers):
+        options = {"data": io.BytesIO(data)} if isinstance(data, bytes) else {"json": data}
+        options["headers"] = {name.replace("_", "-"): value for name, value in headers.items()}
         async with self._session.post("/v1/chat/completions", **options) as response:
             return response.status, await response.json(), response.headers
 
-    async def get(self, path):
-        async with self._session.get(path) as response:
+    async def get(self, path, headers=None):
+        async with self._session.get(path, headers=headers) as response:
             return response.status, await response.json()
 
     async def events(self, data):
@@ -58,8 +63,7 @@ async def serving(model, *, max_body_bytes=65536, **settings):
     engine = PagedEngine(model, EngineSettings(max_model_tokens=1024, **settings))
     await engine.open()
     face = HttpFace(engine, model.tokenizer, model_name="tiny")
-    app = face.application(max_body_bytes=max_body_bytes)
-    runner = web.AppRunner(app, handler_cancellation=True)
+    runner = face.runner(max_body_bytes=max_body_bytes)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -204,6 +208,20 @@ async def test_bad_requests_get_openai_shaped_errors_and_the_engine_goes_on(clie
     assert status == 200
 
 
+async def test_a_body_of_megabytes_is_refused_while_others_are_served(tiny_bf16):
+    async with serving(tiny_bf16, max_body_bytes=MAX_BODY_BYTES) as client:
+        refused = asyncio.create_task(client.post(json.dumps(body(LONG_TEXT * 9_000)).encode()))
+        longest_s = 0.0
+        while not refused.done():
+            started_s = time.monotonic()
+            assert (await client.get("/healthz"))[0] == 200
+            longest_s = max(longest_s, time.monotonic() - started_s)
+        status, answer, _ = await refused
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    # Tokenizing it takes seconds.
+    assert longest_s < 0.5
+
+
 async def test_an_error_of_a_streaming_request_has_its_own_status(client):
     status, answer, _ = await client.post(body("word " * 3000, stream=True))
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
@@ -226,6 +244,46 @@ async def test_an_unknown_route_and_a_wrong_method_are_openai_shaped(client):
 async def test_a_body_beyond_the_limit_is_413(client):
     status, answer, _ = await client.post(body("x" * 70000))
     assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
+
+
+PACKED = gzip.compress(json.dumps(body()).encode())
+
+
+@pytest.mark.parametrize(
+    ("encoding", "data", "status"),
+    [
+        ("gzip", b"garbage", 400),
+        ("deflate", b"\xff\xffgarbage", 400),
+        ("gzip", PACKED[:-20], 400),
+        ("gzip", PACKED + b"more", 400),
+        ("gzip", b"", 400),
+        ("gzip", gzip.compress(b" " * 10_000_000), 413),
+        ("br", PACKED, 415),
+        ("zzz", PACKED, 415),
+    ],
+)
+async def test_a_body_that_cannot_be_decompressed_is_refused(client, caplog, encoding, data, status):
+    found, answer, _ = await client.post(data, Content_Encoding=encoding)
+    assert (found, answer["error"]["type"]) == (status, "invalid_request_error")
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("encoding", "data"), [("gzip", PACKED), ("deflate", zlib.compress(gzip.decompress(PACKED)))]
+)
+async def test_a_compressed_body_is_answered_as_a_plain_one(client, encoding, data):
+    _, plain, _ = await client.post(body())
+    _, packed, _ = await client.post(data, Content_Encoding=encoding)
+    assert packed["choices"] == plain["choices"]
+
+
+async def test_an_expectation_is_met_or_refused_in_openais_shape(client):
+    status, _, _ = await client.post(body(), Expect="100-continue")
+    assert status == 200
+    status, answer, _ = await client.post(body(), Expect="zzz")
+    assert (status, answer["error"]["type"]) == (417, "invalid_request_error")
+    status, answer = await client.get("/healthz", headers={"Expect": "zzz"})
+    assert (status, answer["error"]["type"]) == (417, "invalid_request_error")
 
 
 async def test_a_full_queue_is_503_with_a_time_to_come_back(tiny_bf16):

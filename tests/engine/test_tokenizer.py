@@ -1,14 +1,18 @@
 """Tokenizers, chat templates and text that grows token by token."""
 
+import itertools
+import threading
+import time
+
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.errors import InvalidRequest, UnsupportedModel
+from kvstore.errors import InvalidRequest, PromptTooLong, UnsupportedModel
 from kvstore_engine_adapter.chat_answer import AnswerText
 from kvstore_engine_adapter.tokenizer import ChatMessage, ModelTokenizer, TextStream, tokenizer_from_gguf
-from tests.engine.tiny_model import make_tokenizer
+from tests.engine.tiny_model import TEXT, make_tokenizer
 
 TOKENIZER = ModelTokenizer(make_tokenizer(), end_tokens=frozenset({2}))
 
@@ -91,6 +95,62 @@ def test_a_template_cannot_leave_its_sandbox(template):
 def test_a_template_that_does_not_parse_is_refused_at_load():
     with pytest.raises(UnsupportedModel, match="chat template"):
         with_template("{% if %}")
+
+
+@given(st.text(max_size=200) | st.text("\u1fbe\u0308\u0301\u212a\u2126 e", max_size=200))
+@pytest.mark.parametrize("normalizer", [None, tokenizers.normalizers.NFC()])
+def test_no_text_has_fewer_tokens_than_its_length_says(normalizer, text):
+    inner = make_tokenizer()
+    if normalizer is not None:
+        inner.normalizer = normalizer
+    tokenizer = ModelTokenizer(inner, end_tokens=frozenset())
+    assert len(tokenizer.encode(text)) >= tokenizer.least_tokens(text)
+
+
+def changed(**changes):
+    inner = make_tokenizer()
+    for name, value in changes.items():
+        setattr(inner, name, value)
+    return inner
+
+
+def with_greedy_token():
+    inner = make_tokenizer()
+    inner.add_tokens([tokenizers.AddedToken("<mask>", lstrip=True)])
+    return inner
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        changed(normalizer=tokenizers.normalizers.Strip()),
+        changed(decoder=tokenizers.decoders.Metaspace()),
+        with_greedy_token(),
+    ],
+)
+def test_where_a_token_may_stand_for_any_length_nothing_is_said_of_a_texts_tokens(inner):
+    assert ModelTokenizer(inner, end_tokens=frozenset()).least_tokens(" " * 10000) == 0
+
+
+def test_a_conversation_too_long_by_its_bytes_is_refused_before_it_is_tokenized(tiny_bf16, monkeypatch):
+    tokenizer = tiny_bf16.tokenizer
+    monkeypatch.setattr(ModelTokenizer, "encode", None)
+    with pytest.raises(PromptTooLong, match=r"4000\d\d\d characters, which are \d+ tokens or more.*is 1024"):
+        tokenizer.encode_chat([ChatMessage("user", "x" * 4_000_000)], context_tokens=1024)
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized():
+    text = TEXT * 4000
+    TOKENIZER.encode(TEXT)
+    started_s = time.monotonic()
+    thread = threading.Thread(target=TOKENIZER.encode, args=(text,))
+    thread.start()
+    moments_s = [started_s]
+    while thread.is_alive():
+        thread.join(0.001)
+        moments_s.append(time.monotonic())
+    longest_gap_s = max(after - before for before, after in itertools.pairwise(moments_s))
+    assert longest_gap_s < max(0.5 * (moments_s[-1] - started_s), 0.1)
 
 
 def metadata(**changes):

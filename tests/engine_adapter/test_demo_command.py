@@ -13,6 +13,7 @@ import pytest
 from kvstore.cli import demo
 from kvstore_engine_adapter.demo.processes import Child, Processes
 from kvstore_engine_adapter.demo.scenario import DemoReport, PreparedDemo
+from tests.engine.tiny_model import TinyModel
 
 READY = 'import time; print(\'{"event": "ready"}\', flush=True); time.sleep(60)'
 
@@ -45,6 +46,19 @@ def test_unusable_files_end_it_with_status_2_and_one_line(
     output = capsys.readouterr()
     assert output.out == ""
     assert expected in output.err
+    assert output.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("characters", [10_000, 1_000_000])
+def test_a_document_beyond_the_models_context_ends_it_before_anything_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], characters: int
+) -> None:
+    model, document = TinyModel().write_gguf(tmp_path / "m.gguf"), tmp_path / "long.txt"
+    document.write_text("The old pier burned down. " * (characters // 26))
+    assert demo.run(_args("--model", str(model), "--document", str(document))) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith("kvstore: document: ")
+    assert "shorte" in output.err
     assert output.err.count("\n") == 1
 
 

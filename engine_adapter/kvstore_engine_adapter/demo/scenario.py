@@ -11,13 +11,14 @@ from pathlib import Path
 
 import aiohttp
 
+from kvstore.errors import PromptTooLong
 from kvstore_engine_adapter.demo.expectations import Trial, broken_of_tier, broken_with_redis_stopped
 from kvstore_engine_adapter.demo.processes import Child, DemoFailed, Processes
 from kvstore_engine_adapter.demo.prompt_tokens import PromptTokens
 from kvstore_engine_adapter.demo.redis_server import start_redis
 from kvstore_engine_adapter.demo.replica import Answer, Replica, start_replica
 from kvstore_engine_adapter.demo.store_node import StoreNode
-from kvstore_engine_adapter.demo.texts import MIN_TOKENS, DemoTexts
+from kvstore_engine_adapter.demo.texts import MIN_TOKENS, NUM_QUESTIONS, DemoTexts
 
 _REDIS_BYTES = 256 << 20
 _ANSWER_TOKENS = 24
@@ -76,13 +77,29 @@ def prepare_demo(settings: DemoSettings) -> PreparedDemo:
 
     Raises:
         UnsupportedModel: the model is not there, damaged, or of a kind that cannot be run.
-        DemoFailed: the document is too short.
+        DemoFailed: the document is too short, or too long for the model with a question and the answer.
+        InvalidRequest: the model has no chat template.
     """
     tokens = PromptTokens(settings.model)
     count = tokens.count_text(settings.texts.document)
     if count < MIN_TOKENS:
         raise DemoFailed(f"document: {count} tokens, expected {MIN_TOKENS} or more: name a longer text")
+    _refuse_longer_than_context(settings.texts, tokens)
     return PreparedDemo(settings, tokens, count)
+
+
+def _refuse_longer_than_context(texts: DemoTexts, tokens: PromptTokens) -> None:
+    prompts = [texts.prompt(index) for index in range(NUM_QUESTIONS)]
+    try:
+        longest = max(map(tokens.count_chat, [*prompts, texts.other_prompt()]))
+    except PromptTooLong as error:
+        raise DemoFailed(f"document: {error}") from error
+    most = tokens.context_tokens - _ANSWER_TOKENS
+    if longest > most:
+        raise DemoFailed(
+            f"document: {longest} tokens with a question, the model takes {most} before an answer of "
+            f"{_ANSWER_TOKENS}: name a shorter text"
+        )
 
 
 async def run_demo(prepared: PreparedDemo, say: Callable[[str], None]) -> DemoReport:
