@@ -305,8 +305,12 @@ class ClockJumps(Fault):
             return "libfaketime is not installed: apt-get install libfaketime"
         return ""
 
+    def __init__(self) -> None:
+        self._others: set[Path] = set()
+
     def setup(self, stage: Stage) -> None:
         """Start the store with a clock that follows a file."""
+        self._others = _faketime_memory()
         self._set_clock(stage, "+0")
         library = _faketime_library()
         assert library is not None, "there is no obstacle"
@@ -335,8 +339,18 @@ class ClockJumps(Fault):
             except ServerUnavailable as error:
                 stage.ledger.note_violation(f"after a jump of the clock: {error}")
 
+    def teardown(self, stage: Stage) -> None:
+        """Remove the shared memory that the library leaves behind when its process is killed."""
+        stage.store.kill()
+        for path in _faketime_memory() - self._others:
+            path.unlink(missing_ok=True)
+
     def _set_clock(self, stage: Stage, offset: str) -> None:
         (stage.folder / "clock").write_text(offset + "\n", encoding="ascii")
+
+
+def _faketime_memory() -> set[Path]:
+    return set(Path("/dev/shm").glob("*faketime_*"))  # noqa: S108 (where the library puts it)
 
 
 def _faketime_library() -> Path | None:
