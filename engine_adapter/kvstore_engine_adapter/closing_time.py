@@ -47,8 +47,9 @@ class ClosingTime:
         Raises:
             EngineClosed: the end came.
         """
+        patience = asyncio.timeout(0 if self._is_over else None)
         try:
-            async with asyncio.timeout(0 if self._is_over else None) as patience:
+            async with patience:
                 self._steps.add(patience)
                 try:
                     yield
