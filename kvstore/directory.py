@@ -67,6 +67,7 @@ class BlockEntry:
     ``leases`` counts external leases, ``holds`` internal ones (a transfer or a running fetch). ``loading``
     is set while a copy is on its way into the top tier: its result is the outcome of the read. ``fastest``
     names the fastest tier whose READY copy is certain (shared tiers are never certain), or is None.
+    ``refused_by`` are tiers whose write budget did not admit it.
     ``children`` counts, per tier, the blocks with a copy there whose parent is this one. ``parent`` is None
     while the block itself was never seen and the entry only carries those counts.
     """
@@ -83,6 +84,7 @@ class BlockEntry:
     loading_origin: str = ""
     children: dict[str, int] = field(default_factory=dict)
     fastest: str | None = None
+    refused_by: tuple[str, ...] = ()
 
     @property
     def block(self) -> BlockId:

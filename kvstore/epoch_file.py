@@ -65,10 +65,9 @@ class EpochFile:
 def _read(path: Path) -> dict[str, int] | None:
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
+    except OSError:
+        # No file, or a disk that cannot be read: none of its blocks is served either.
         return None
-    except OSError as error:
-        raise CorruptBlock(f"{path}: cannot be read: {error.strerror}") from error
     try:
         head, _, body = data[:_MAX_BYTES].partition(b"\n")
         tree = json.loads(body)

@@ -6,6 +6,7 @@ share a remote tier learn of it there, within POLL_S while that tier answers.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import struct
@@ -14,13 +15,23 @@ from collections.abc import Sequence
 from kvstore.checksum import checksum
 from kvstore.directory import BlockEntry
 from kvstore.epoch_file import EpochFile
-from kvstore.errors import CorruptBlock
+from kvstore.errors import CorruptBlock, TierUnavailable
 from kvstore.keys import BlockKey, NamespaceDigest
 from kvstore.layout import Part
+from kvstore.log_limit import LimitedWarning
 from kvstore.miss import MissReason
 from kvstore.space import Space
 from kvstore.state import State
-from kvstore.tier import BlockHeader, BlockId, Medium, ReadRequest, ReadStatus, Tier, WriteRequest
+from kvstore.tier import (
+    BlockHeader,
+    BlockId,
+    Medium,
+    ReadRequest,
+    ReadStatus,
+    Tier,
+    WriteRequest,
+    WriteStatus,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -63,36 +74,51 @@ class EpochKeeper:
         self._state = state
         self._space = space
         self._file = file
+        self._has_news = asyncio.Event()
+        self._untold = LimitedWarning(logger, interval_s=60.0, clock=state.clock)
 
     async def open(self) -> bool:
         """Read the epochs of earlier runs; False if they are lost, so that nothing stored can be trusted."""
-        if self._file is None:
-            return True
         try:
-            epochs = await asyncio.to_thread(self._file.read)
+            epochs = await asyncio.to_thread(self._file.read) if self._file is not None else {}
         except CorruptBlock as error:
             logger.error("epochs: %s: what earlier runs stored is dropped", error)
             return False
         for model, epoch in epochs.items():
             self._state.directory.raise_epoch(model, epoch)
+        await self._share()
         return True
+
+    def note_namespace(self) -> None:
+        """A namespace was opened: ask for its model's epoch soon."""
+        self._has_news.set()
 
     async def advance(self, model: str) -> int:
         """End the model's epoch on this node now and on others as soon as they hear; return the new one.
 
         Raises:
-            TierUnavailable: it cannot be kept across a restart; it has ended until then all the same.
+            TierUnavailable: it cannot be kept across a restart, or the remote tier does not take it now. It
+                has ended on this node all the same, and telling others is tried on and on.
         """
         directory = self._state.directory
         directory.raise_epoch(model, directory.epoch(model) + 1)
-        await self._share()
+        untold = await self._share()
         await self._keep()
+        if untold:
+            raise TierUnavailable(
+                f"{', '.join(untold)}: epoch {directory.epoch(model)} of {model!r} holds on this node, but "
+                "could not be told to others, and may be forgotten with it: they hear of it as soon as the "
+                "tier takes it; see its state in the stats, and advance again if this node ends before"
+            )
         return directory.epoch(model)
 
     async def poll_forever(self) -> None:
         """Follow other nodes and reclaim the space of stale blocks, until cancelled."""
         while True:
-            await asyncio.sleep(POLL_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await self._has_news.wait()
+            self._has_news.clear()
             try:
                 await self._follow()
                 await self.reclaim()
@@ -105,17 +131,26 @@ class EpochKeeper:
         if self._state.directory.epochs() != before:
             await self._keep()
 
-    async def _share(self) -> None:
-        """Exchange epochs with the remote tier: the higher one wins on both sides."""
+    async def _share(self) -> list[str]:
+        """Exchange epochs with the remote tier: the higher one wins on both sides.
+
+        Returns the tiers that were not told of an epoch ended here.
+        """
         directory = self._state.directory
+        untold: list[str] = []
         models = {space.model for space in directory.namespaces()[-_MAX_MODELS:]} | set(directory.epochs())
         for tier in self._state.lower:
-            if tier.medium is not Medium.REMOTE or not models or not tier.health().is_up:
+            if tier.medium is not Medium.REMOTE or not models:
                 continue
             deadline_s = self._state.clock() + _SHARE_TIMEOUT_S
-            await self._exchange(tier, sorted(models), deadline_s)
+            is_told = tier.health().is_up and await self._exchange(tier, sorted(models), deadline_s)
+            if not is_told and directory.epochs():
+                untold.append(tier.name)
+                self._untold.warn("%s: does not take the epochs of models; it is tried again", tier.name)
+        return untold
 
-    async def _exchange(self, tier: Tier, models: Sequence[str], deadline_s: float) -> None:
+    async def _exchange(self, tier: Tier, models: Sequence[str], deadline_s: float) -> bool:
+        """Exchange with one tier; False if an epoch of ours is higher than what it holds now."""
         directory = self._state.directory
         requests = [
             ReadRequest(epoch_record_id(model), _LAYOUT, _RECORD.size, memoryview(bytearray(_RECORD.size)))
@@ -123,16 +158,18 @@ class EpochKeeper:
         ]
         outcomes = await tier.read(requests, deadline_s=deadline_s)
         behind: list[WriteRequest] = []
+        is_told = True
         for model, request, outcome in zip(models, requests, outcomes, strict=True):
             stored = 0
             if outcome.status is ReadStatus.OK:
                 _, stored = _RECORD.unpack(request.buffer)
                 directory.raise_epoch(model, min(stored, _MAX_EPOCH))
             is_known = outcome.status in (ReadStatus.OK, ReadStatus.ABSENT, ReadStatus.CORRUPT)
-            if is_known and directory.epoch(model) > stored:
-                behind.append(_record(model, directory.epoch(model)))
-        if behind:
-            await tier.write(behind, deadline_s=deadline_s)
+            if directory.epoch(model) > stored:
+                is_told = is_told and is_known
+                behind += [_record(model, directory.epoch(model))] if is_known else []
+        statuses = await tier.write(behind, deadline_s=deadline_s) if behind else []
+        return is_told and all(status is WriteStatus.OK for status in statuses)
 
     async def _keep(self) -> None:
         if self._file is not None:

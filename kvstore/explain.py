@@ -49,13 +49,16 @@ def explain(
 
 
 def _tiers(state: State, entry: BlockEntry | None, probed: str | None) -> tuple[str, ...]:
-    certain = [name for name in state.policies if entry is not None and entry.is_ready(name)]
+    down = state.down_tiers()
+    certain = [n for n in state.policies if entry is not None and n not in down and entry.is_ready(n)]
     return (*certain, *([probed] if probed and probed not in certain else []))
 
 
 def _why(state: State, shelf: Shelf, key: BlockKey, trouble: MissReason | None) -> MissReason:
-    gone = state.directory.why_gone(shelf.name(key))
-    return trouble if trouble is not None and gone is MissReason.NEVER_SEEN else gone
+    entry = shelf.entries.get(key)
+    if trouble is None and entry is not None and entry.fastest is not None:
+        return MissReason.UNAVAILABLE  # in a tier that is down
+    return trouble or state.directory.why_gone(shelf.name(key))
 
 
 def _siblings(shelf: Shelf, chain: PrefixChain, index: int) -> int:

@@ -56,6 +56,9 @@ def _copies_are_sound(state: State) -> Iterator[str]:
         if not is_needed:
             yield f"block {name}: an entry without copies that nobody needs"
         for tier, names in known.items():
+            copy = entry.copies.get(tier)
+            if copy is not None and copy.state is CopyState.DROPPING:
+                continue  # on its way out of both
             if entry.is_ready(tier) != (entry.name in names):
                 yield f"block {name}: its state in {tier} and the order of its policy disagree"
 

@@ -9,7 +9,7 @@ the background for later use.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstore.directory import BlockEntry, Copy, CopyState, Gone, Shelf
 from kvstore.keys import BlockKey, PrefixChain
@@ -193,7 +193,9 @@ class Loader:
                 return
             is_tail_left = self._let_tail_go(located, held, rest)
             patience_s = now_s if is_tail_left else room_deadline_s
-            has_room = await space.make_room_on_top(length, 1, deadline_s=patience_s, by=namespace)
+            has_room = await space.make_room_on_top(
+                length, 1, deadline_s=patience_s, by=namespace, awaits_leases=True
+            )
             if not has_room and not is_tail_left:
                 return
             started |= self._start_loads(shelf, rest, deadline_s)
@@ -275,12 +277,15 @@ class Loader:
         for (item, slot), outcome in zip(batch, outcomes, strict=True):
             entry = item.entry
             load, entry.loading = entry.loading, None
+            if outcome.status is ReadStatus.ABSENT and not source.is_shared:
+                # Nobody but us takes blocks out of it, so it lost this one.
+                outcome = replace(outcome, reason=MissReason.UNAVAILABLE)
             if outcome.status is ReadStatus.OK and outcome.header is not None:
                 ready = Copy(CopyState.READY, slot, outcome.header.checksum)
                 state.directory.set_copy(entry, state.top.name, ready)
                 loaded.append(entry)
             else:
-                self._settle_failure(source, entry, outcome.status)
+                self._settle_failure(source, entry, outcome)
             if load is not None and not load.done():
                 load.set_result(outcome)
         transfer = state.counters.transfer(source.name, state.top.name)
@@ -294,18 +299,18 @@ class Loader:
         for item, _ in batch:
             state.let_go(item.entry)
 
-    def _settle_failure(self, source: Tier, entry: BlockEntry, status: ReadStatus) -> None:
-        state = self._state
+    def _settle_failure(self, source: Tier, entry: BlockEntry, outcome: ReadOutcome) -> None:
+        state, status = self._state, outcome.status
         state.counters.transfer(source.name, state.top.name).failures[status.value] += 1
         state.forget_copy(entry, state.top.name, None)
         is_gone = status in (ReadStatus.ABSENT, ReadStatus.CORRUPT, ReadStatus.MISMATCH)
         if is_gone:
             state.forget_belief(entry.name, source.name)
             if source.is_shared:
-                gone = Gone(MISS_REASONS[status], source.name, state.clock())
+                gone = Gone(_miss_reason(outcome), source.name, state.clock())
                 state.directory.remember_gone(entry.name, gone)
         if is_gone and entry.is_ready(source.name):
-            state.forget_copy(entry, source.name, MISS_REASONS[status])
+            state.forget_copy(entry, source.name, _miss_reason(outcome))
         if status in (ReadStatus.CORRUPT, ReadStatus.MISMATCH):
             state.counters.corrupt[source.name] += 1
             name = entry.key.hex()[:12]

@@ -141,6 +141,7 @@ class BlockManager:
         for tier in state.lower:
             tier.open_namespace(namespace)
         digest = state.directory.open_namespace(namespace, in_use=state.leases.used_namespaces)
+        self._epochs.note_namespace()
         if owner is not None and state.leases.is_live(owner):
             state.leases.note_namespace(owner, digest)
         return digest

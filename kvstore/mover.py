@@ -130,8 +130,8 @@ class Mover:
 
     def demote(self, entries: Sequence[BlockEntry]) -> None:
         """Write entries to the first healthy lower tier at once; they leave the top tier when READY there."""
-        tier = self._demotion_target()
         for entry in reversed(entries):
+            tier = self._demotion_target_of(entry)
             if tier is not None and tier.name not in entry.copies:
                 self._queues[tier.name].add_first(entry)
 
@@ -143,6 +143,10 @@ class Mover:
 
     def _demotion_target(self) -> Tier | None:
         return next((tier for tier in self._state.lower if tier.health().is_up), None)
+
+    def _demotion_target_of(self, entry: BlockEntry) -> Tier | None:
+        tiers = [tier for tier in self._state.lower if tier.health().is_up]
+        return next((tier for tier in tiers if tier.name not in entry.refused_by), None)
 
     def queue_lengths(self) -> dict[str, int]:
         """Blocks that wait or are in flight, by tier."""
@@ -268,6 +272,8 @@ class Mover:
             transfer.blocks += 1
             transfer.bytes += entry.length_bytes
             return
+        if status is WriteStatus.NOT_ADMITTED:
+            entry.refused_by = (*entry.refused_by, tier.name)
         state.directory.remove_copy(entry, tier.name)
         transfer.failures[status.value] += 1
         state.counters.write_drops[f"{tier.name}/{status.value}"] += 1

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
-from kvstore.directory import BlockEntry, Copy, CopyState, Shelf
+from kvstore.directory import BlockEntry, Copy, CopyState, Gone, Shelf
 from kvstore.errors import InvalidRequest, TierFull
 from kvstore.keys import BlockKey, PrefixChain
 from kvstore.layout import Part
+from kvstore.miss import MissReason
 from kvstore.mover import Mover
 from kvstore.results import Owner, Reserved, ReservedSlot
 from kvstore.space import Space
@@ -62,6 +63,9 @@ class Putter:
         slots = state.take_slots(shelf.length_bytes, within)
         state.counters.puts["dropped"] += len(missing) - len(slots)
         state.counters.puts["over_quota"] += len(missing) - within
+        self._remember_dropped(
+            shelf, [chain.keys[index] for index in missing[len(slots) :]], within=within - len(slots)
+        )
         self._lend(owner, slots, shelf.length_bytes)
         lent = [
             ReservedSlot(index, slot, state.top.generation(slot))
@@ -182,6 +186,13 @@ class Putter:
             for index, key in enumerate(chain.keys)
             if not self._state.is_certain(entries.get(key), down)
         ]
+
+    def _remember_dropped(self, shelf: Shelf, keys: Sequence[BlockKey], *, within: int) -> None:
+        """Remember why blocks of a put are not stored: the first ``within`` of them found no room."""
+        state = self._state
+        for position, key in enumerate(keys):
+            reason = MissReason.NO_ROOM if position < within else MissReason.QUOTA
+            state.directory.remember_gone(shelf.name(key), Gone(reason, state.top.name, state.clock()))
 
     def _touch(self, shelf: Shelf, chain: PrefixChain, num_blocks: int) -> None:
         entries = shelf.entries

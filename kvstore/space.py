@@ -99,18 +99,24 @@ class Space:
         self._demoter = demoter
 
     async def make_room_on_top(
-        self, length_bytes: int, count: int, *, deadline_s: float, by: NamespaceDigest | None = None
+        self,
+        length_bytes: int,
+        count: int,
+        *,
+        deadline_s: float,
+        by: NamespaceDigest | None = None,
+        awaits_leases: bool = False,
     ) -> bool:
         """Evict until ``count`` slots are free in the top tier; False if they are not by the deadline.
 
-        ``by`` is the namespace that needs them.
+        ``by`` is the namespace that needs them. Without ``awaits_leases`` nobody waits for leases to end.
         """
         state = self._state
         while not state.top.has_room(length_bytes, count):
             num_left, demoting = self._leave_top(max(count, _PLAN_BLOCKS), by=by)
             if num_left:
                 continue
-            if not await self._wait_freed(demoting, deadline_s):
+            if not await self._wait_freed(demoting, deadline_s, awaits_leases=awaits_leases):
                 return False
         return True
 
@@ -237,7 +243,7 @@ class Space:
         for entry in plan.leaving:
             # A child that must be demoted first keeps its parent for a later round.
             if entry.may_leave(state.top.name):
-                is_refused = state.settings.write_mode is WriteMode.SECOND_HIT
+                is_refused = state.settings.write_mode is WriteMode.SECOND_HIT or entry.refused_by
                 reason = MissReason.NOT_ADMITTED if is_refused else MissReason.EVICTED
                 state.forget_copy(entry, state.top.name, reason, by=by)
                 num_left += 1
@@ -250,12 +256,16 @@ class Space:
             return False
         if state.settings.write_mode is WriteMode.SECOND_HIT:
             return False
-        return any(tier.health().is_up for tier in state.lower)
+        # What a tier's write budget has refused is not offered again: that would count as a second sight.
+        return any(tier.health().is_up and tier.name not in entry.refused_by for tier in state.lower)
 
-    async def _wait_freed(self, demoting: Sequence[BlockEntry], deadline_s: float) -> bool:
+    async def _wait_freed(
+        self, demoting: Sequence[BlockEntry], deadline_s: float, *, awaits_leases: bool = False
+    ) -> bool:
         """Start demotions and wait until something was freed; False if nothing is, or not in time."""
         state = self._state
-        if not demoting and not self._demoter.is_writing:
+        is_leased = awaits_leases and state.leases.num_leases > 0
+        if not demoting and not self._demoter.is_writing and not is_leased:
             return False
         state.freed.clear()
         self._demoter.demote(demoting)

@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import sys
 
 from kvstore.cli.block_naming import add_naming_arguments, read_blocks
 from kvstore.cli.store_address import add_store_arguments, connected
+from kvstore.errors import TierUnavailable
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -30,7 +32,8 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "epoch",
         help="end a model's epoch: nothing stored for it so far is served again",
         description="End a model's epoch, on every node that shares the remote tier: for weights that change"
-        " in place. Prints the new epoch. Exit status: 0 done, 2 usage, 3 no server.",
+        " in place. Prints the new epoch. Exit status: 0 done, 1 done here but not told to other nodes yet,"
+        " 2 usage, 3 no server.",
     )
     epoch.add_argument("--model", required=True, help="the model's name")
     epoch.add_argument("--advance", action="store_true", required=True, help="say that this is meant")
@@ -61,6 +64,10 @@ def run_demote(args: argparse.Namespace) -> int:
 def run_epoch(args: argparse.Namespace) -> int:
     """End the present epoch and print the new one."""
     with connected(args) as client:
-        epoch = client.advance_epoch(args.model)
+        try:
+            epoch = client.advance_epoch(args.model)
+        except TierUnavailable as error:
+            print(f"kvstore: {error}", file=sys.stderr)
+            return 1
     print(json.dumps({"model": args.model, "epoch": epoch}) if args.json else f"epoch {epoch}")
     return 0

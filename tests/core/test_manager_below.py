@@ -71,7 +71,7 @@ async def test_a_block_asked_for_by_fifty_requests_is_read_once():
     [
         (ReadStatus.CORRUPT, MissReason.CORRUPT),
         (ReadStatus.MISMATCH, MissReason.CORRUPT),
-        (ReadStatus.ABSENT, MissReason.EVICTED),
+        (ReadStatus.ABSENT, MissReason.UNAVAILABLE),
         (ReadStatus.TIMED_OUT, MissReason.TIMED_OUT),
         (ReadStatus.UNAVAILABLE, MissReason.UNAVAILABLE),
     ],

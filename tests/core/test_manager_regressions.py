@@ -159,6 +159,46 @@ async def test_a_block_that_was_damaged_in_a_shared_tier_is_missed_as_corrupt_fr
         assert (await store.manager.match(chain)).reason is MissReason.CORRUPT
 
 
+async def test_a_check_of_a_store_that_drops_blocks_finds_nothing_wrong():
+    ssd = GatedTier("ssd")
+    async with running(ssd) as store:
+        chain = SPACE.chain(range(8))
+        await store.put(chain)
+        await store.manager.flush(timeout_s=5)
+        dropping, go_on = asyncio.Event(), asyncio.Event()
+        drop = ssd.drop
+
+        async def slow_drop(blocks):
+            dropping.set()
+            await go_on.wait()
+            await drop(blocks)
+
+        ssd.drop = slow_drop
+        task = asyncio.create_task(store.manager.drop(chain))
+        await dropping.wait()
+
+        assert await store.manager.check(sample_blocks=0) == []
+
+        go_on.set()
+        assert await task == 2
+
+
+async def test_a_fetch_waits_for_room_until_others_end_their_leases():
+    ssd = GatedTier("ssd")
+    chain = await stored_below(ssd, tokens=16)
+    async with running(ssd, blocks=4) as store:
+        other = SPACE.chain(range(100, 116))
+        await store.put(other)
+        await store.manager.flush(timeout_s=5)
+        kept = await store.manager.fetch(other, owner=store.owner)
+        waiting = asyncio.create_task(store.fetch(chain, timeout_s=5))
+        await asyncio.sleep(0)
+
+        store.manager.release(kept.lease)
+
+        assert await waiting == (["ssd"] * 4, None)
+
+
 async def test_a_namespace_of_a_live_owner_is_not_forgotten(monkeypatch):
     monkeypatch.setattr("kvstore.directory.MAX_NAMESPACES", 2)
     async with running() as store:

@@ -374,3 +374,86 @@ async def test_a_remote_tier_that_is_behind_does_not_lower_an_epoch():
         await store.manager._epochs._follow()
 
         assert store.manager.epoch("m") == 3
+
+
+async def test_an_epoch_the_remote_tier_does_not_take_is_no_success_and_is_told_later():
+    remote = GatedTier("remote", is_shared=True)
+    async with running(remote) as store:
+        remote.write_status = WriteStatus.FULL
+
+        with pytest.raises(TierUnavailable, match="could not be told"):
+            await store.manager.advance_epoch("m")
+
+        assert store.manager.epoch("m") == 1
+        remote.write_status = WriteStatus.OK
+        await store.manager._epochs._follow()
+        assert len(remote.stored) == 1
+
+
+async def test_an_epoch_cannot_be_told_to_a_remote_tier_that_is_down():
+    remote = GatedTier("remote", is_shared=True)
+    async with running(remote) as store:
+        remote.is_up = False
+
+        with pytest.raises(TierUnavailable, match="remote: epoch 1"):
+            await store.manager.advance_epoch("m")
+
+        remote.is_up = True
+
+
+async def test_a_node_knows_the_epochs_of_others_before_it_serves(tmp_path):
+    remote = GatedTier("remote", is_shared=True)
+    file = EpochFile([tmp_path / "epochs"])
+    file.write({"m": 1})
+    async with running(remote) as one:
+        await one.manager.advance_epoch("m")
+        await one.manager.advance_epoch("m")
+
+    async with running(remote, epoch_file=file) as other:
+        assert other.manager.epoch("m") == 2
+
+
+def test_a_folder_that_cannot_be_read_has_no_say_in_the_epochs(tmp_path):
+    (tmp_path / "file").write_text("a file in place of a folder")
+    sound = tmp_path / "sound"
+
+    assert EpochFile([sound, tmp_path / "file" / "epochs"]).read() == {}
+
+
+async def test_a_put_beyond_the_quota_is_missed_as_that():
+    async with running(blocks=8, namespace_quota_ratio=0.5) as store:
+        chain = SPACE.chain(range(40))
+        await store.put(chain)
+
+        assert (await store.manager.match(chain)).reason is MissReason.QUOTA
+
+
+async def test_why_and_match_agree_on_a_tier_that_is_down():
+    ssd = GatedTier("ssd")
+    chain = SPACE.chain(range(8))
+    async with running(ssd) as store:
+        await store.put(chain)
+        await store.manager.flush(timeout_s=5)
+    async with running(ssd) as again:
+        ssd.is_up = False
+
+        reports = await again.manager.why(chain)
+
+        assert (await again.manager.match(chain)).reason is MissReason.UNAVAILABLE
+        assert {(report.tiers, report.reason) for report in reports} == {((), MissReason.UNAVAILABLE)}
+        ssd.is_up = True
+
+
+async def test_a_block_that_a_write_budget_refused_is_not_offered_again_on_its_way_out():
+    ssd = GatedTier("ssd")
+    async with running(ssd, blocks=4) as store:
+        ssd.write_status = WriteStatus.NOT_ADMITTED
+        old = SPACE.chain(range(16))
+        await store.put(old)
+        await store.manager.flush(timeout_s=5)
+        ssd.write_status = WriteStatus.OK
+
+        await store.put(SPACE.chain(range(50, 66)))
+
+        assert not {block.key for block in ssd.stored} & set(old.keys)
+        assert (await store.manager.match(old)).reason is MissReason.NOT_ADMITTED
