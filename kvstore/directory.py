@@ -240,10 +240,29 @@ class Directory:
             if shelf is None:
                 strangers.append(header.block)
                 continue
-            entry = self.entry(shelf, key, header.parent, header.depth)
-            self.set_copy(entry, tier, Copy(CopyState.READY))
-            names.append(entry.name)
+            names.append(self._file(shelf, key, header, tier))
         return names, strangers
+
+    def _file(self, shelf: Shelf, key: BlockKey, header: BlockHeader, tier: str) -> StorageKey:
+        """File one stored copy; short for blocks met for the first time whose parent is known."""
+        entries = shelf.entries
+        parent = entries.get(header.parent)
+        depth = header.depth
+        if key in entries or (depth and (parent is None or parent.depth != depth - 1)):
+            entry = self.entry(shelf, key, header.parent, depth)
+            self.set_copy(entry, tier, Copy(CopyState.READY))
+            return entry.name
+        name = StorageKey(key + shelf.part_bytes)
+        entry = BlockEntry(shelf, key, name, header.parent, depth)
+        entries[key] = self._by_name[name] = entry
+        entry.copies[tier] = Copy(CopyState.READY, None, None, depth > 0)
+        if depth and parent is not None:
+            parent.children[tier] = parent.children.get(tier, 0) + 1
+        if tier in self._certain_tiers:
+            entry.fastest = tier
+        about = (tier, shelf.namespace)
+        self._used_bytes[about] = self._used_bytes.get(about, 0) + shelf.length_bytes
+        return name
 
     def _shelf_of(self, header: BlockHeader) -> Shelf | None:
         """Return the shelf that a stored block belongs on, made if need be; None if it contradicts it."""
