@@ -23,13 +23,13 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from kvstore.checksum import checksum
+from kvstore.drill.redis_server import RedisServer
 from kvstore.keys import BlockKey, NamespaceDigest
 from kvstore.layout import Part
 from kvstore.tier import BlockHeader, BlockId, ReadRequest, ReadStatus, WriteRequest, WriteStatus
 from kvstore_tiers.remote import RemoteTier
 from kvstore_tiers.resp import BulkReply, BulkStatus, RespConnection, command
 from kvstore_tiers.resp_address import AddressLookup, RespAddress
-from tests.redis_server import RedisServer
 
 AHEAD = 4
 """Requests sent ahead of the replies, as in the tier."""

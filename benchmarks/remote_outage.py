@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from kvstore import KVLayout, KVStore, Namespace
-from tests.redis_server import RedisServer
-from tests.store_process import StoreProcess
+from kvstore.drill.redis_server import RedisServer
+from kvstore.drill.store_process import StoreProcess, StoreSettings
 
 BLOCK_TOKENS = 16
 LATE_S = 0.01
@@ -129,9 +129,7 @@ def main() -> None:
             Path(folder) / "redis", "--maxmemory", "512mb", "--maxmemory-policy", "allkeys-lru"
         )
         redis.start()
-        store = StoreProcess(Path(folder), dram_bytes=256 << 20)
-        config = Path(folder) / "store.toml"
-        config.write_text(f'{config.read_text()}[tiers.remote]\nurl = "{redis.url}"\n')
+        store = StoreProcess(Path(folder), StoreSettings(dram_bytes=256 << 20, redis_url=redis.url))
         store.start()
         try:
             load = Load(f"unix:{store.socket_path}", args.block_bytes)
