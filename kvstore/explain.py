@@ -1,6 +1,5 @@
 """Explaining a chain block by block: what is stored where, and since when and why the rest is not."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from kvstore.directory import BlockEntry, Gone, Shelf
@@ -75,8 +74,3 @@ def _siblings(shelf: Shelf, chain: PrefixChain, index: int) -> int:
 def _with_gone(state: State, report: BlockReport, gone: Gone) -> BlockReport:
     pressed_by = "" if gone.by is None else gone.by.hex()[:12]
     return replace(report, gone_tier=gone.tier, gone_s=state.clock() - gone.at_s, pressed_by=pressed_by)
-
-
-def first_difference(reports: Sequence[BlockReport]) -> int | None:
-    """Return the position of the first block that is not served, or None."""
-    return next((i for i, report in enumerate(reports) if report.reason is not None), None)

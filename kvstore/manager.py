@@ -33,7 +33,6 @@ _CLOSE_S = 5.0
 _SWEEP_S = 0.25
 """How often expired leases are looked for when no call does it."""
 
-_STUCK_AFTER_S = 1.0
 """How long ``close`` waits for moves under way before it leaves them to their tier, which abandons them."""
 
 

@@ -1,6 +1,6 @@
 """What lookups and puts return; a miss is a result and always has a reason."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NewType
 
@@ -142,3 +142,8 @@ class BlockReport:
             pressed_by=str(data.get("pressed_by", "")),
             siblings=int(str(data.get("siblings", 0))),
         )
+
+
+def first_difference(reports: Sequence[BlockReport]) -> int | None:
+    """Return the position of the first block that is not served, or None."""
+    return next((i for i, report in enumerate(reports) if report.reason is not None), None)

@@ -68,6 +68,8 @@ def run_epoch(args: argparse.Namespace) -> int:
             epoch = client.advance_epoch(args.model)
         except TierUnavailable as error:
             print(f"kvstore: {error}", file=sys.stderr)
+            if args.json:
+                print(json.dumps({"model": args.model, "epoch": None, "error": str(error)}))
             return 1
     print(json.dumps({"model": args.model, "epoch": epoch}) if args.json else f"epoch {epoch}")
     return 0

@@ -11,7 +11,7 @@ from kvstore.cli.store_address import add_store_arguments, connected
 from kvstore.client import KVStore
 from kvstore.keys import Namespace
 from kvstore.miss import MissReason
-from kvstore.results import BlockReport
+from kvstore.results import BlockReport, first_difference
 
 _SHOWN_BLOCKS = 8
 
@@ -37,7 +37,7 @@ def run_why(args: argparse.Namespace) -> int:
     with connected(args) as client:
         client.open_namespace(namespace)
         reports = client.why(chain)
-        first = next((i for i, report in enumerate(reports) if report.reason is not None), None)
+        first = first_difference(reports)
         elsewhere = [] if first is None else _elsewhere(client, namespace, tokens)
     if elsewhere and first == 0 and reports[0].reason is MissReason.NEVER_SEEN:
         is_epoch = all(set(hit["differs"]) == {"epoch"} for hit in elsewhere)

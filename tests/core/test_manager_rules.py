@@ -6,8 +6,8 @@ import pytest
 
 from kvstore.epoch_file import EpochFile
 from kvstore.errors import CorruptBlock, TierUnavailable
-from kvstore.explain import first_difference
 from kvstore.miss import MissReason
+from kvstore.results import first_difference
 from kvstore.state import WriteMode
 from kvstore.tier import WriteStatus
 from tests.core.gated_tier import GatedTier
