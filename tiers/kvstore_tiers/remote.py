@@ -34,12 +34,14 @@ from kvstore.tier import (
     WriteStatus,
 )
 from kvstore_tiers.remote_cluster import ClusterServers
+from kvstore_tiers.remote_look import Use
 from kvstore_tiers.remote_node import NodeSettings, RemoteNode, Work
 from kvstore_tiers.remote_sentinel import SentinelServers
 from kvstore_tiers.remote_session import KeyNames, Redirect, drop_share, probe_share, read_share, write_share
 from kvstore_tiers.remote_tls import TlsFolder
 from kvstore_tiers.remote_topology import Servers, SingleServer
 from kvstore_tiers.remote_url import RemoteUrl, Topology
+from kvstore_tiers.resp_address import RespAddress
 
 _log = logging.getLogger(__name__)
 
@@ -122,7 +124,10 @@ class RemoteTier:
             backoff_max_s=breaker_backoff_max_s,
             clock=clock,
             count=self._count_one,
+            remark=self._tell_once,
+            use=Use(key_prefix, expires=ttl_s is not None, is_cluster=self._url.topology is Topology.CLUSTER),
         )
+        self._remarks: set[str] = set()
         self._servers: Servers | None = None
 
     @property
@@ -182,9 +187,11 @@ class RemoteTier:
         servers = self._make_servers(settings)
         await servers.open()
         self._servers = servers
-        health = self.health()
-        if not health.is_up:
-            _log.warning("%s: %s: not reachable yet: %s", self._name, self._url, health.reason)
+        meetings = [asyncio.create_task(node.met()) for node in servers.nodes]
+        if meetings:
+            await asyncio.wait(meetings, timeout=2 * settings.control_timeout_s)
+        elif servers.trouble:
+            _log.warning("%s: %s: not reachable yet: %s", self._name, self._url, servers.trouble)
 
     async def close(self) -> None:
         """Finish what is under way and close the connections. Idempotent."""
@@ -363,6 +370,12 @@ class RemoteTier:
                     "%s: %s belongs to a cluster: write redis+cluster:// in the url", self._name, node.address
                 )
         self._count(redirected=len(redirects))
+
+    def _tell_once(self, address: RespAddress, remark: str) -> None:
+        """Warn of something amiss; all servers are often set up in the same way."""
+        if remark not in self._remarks:
+            self._remarks.add(remark)
+            _log.warning("%s: %s: %s", self._name, address, remark)
 
     def _count_one(self, event: str) -> None:
         self._counters[event] += 1
