@@ -344,9 +344,9 @@ class BlockManager:
         """
         shelf = self._state.directory.shelf(chain.namespace, part)
         deadline_s = self._state.deadline_s(timeout_s)
-        probed, trouble = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
-        found_below = {key: name for key, (_, name) in probed.items()}
-        return explain(self._state, shelf, chain, found_below=found_below, trouble=trouble)
+        probed = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
+        found_below = {key: name for key, (_, name) in probed.found.items()}
+        return explain(self._state, shelf, chain, found_below=found_below, unknown=probed.unknown)
 
     async def report_damage(self, chain: PrefixChain, *, part: Part | None = None) -> int:
         """Look again at blocks whose bytes a reader found wrong; returns how many were found damaged.
@@ -414,7 +414,7 @@ class BlockManager:
     async def _match_by_probe(
         self, shelf: Shelf, chain: PrefixChain, deadline_s: float
     ) -> tuple[list[str], MissReason | None]:
-        probed, trouble = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
+        probed = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
         tiers: list[str] = []
         state, down = self._state, self._state.down_tiers()
         for key in chain.keys:
@@ -422,12 +422,12 @@ class BlockManager:
             fastest = None if entry is None else state.fastest(entry, down)
             if fastest is not None:
                 tiers.append(fastest)
-            elif key in probed:
-                tiers.append(probed[key][1])
+            elif key in probed.found:
+                tiers.append(probed.found[key][1])
             else:
                 is_down = entry is not None and entry.fastest is not None
                 gone = MissReason.UNAVAILABLE if is_down else state.directory.why_gone(shelf.name(key))
-                return tiers, trouble or gone
+                return tiers, probed.trouble or gone
         return tiers, None
 
     async def _bring_up(
@@ -440,16 +440,16 @@ class BlockManager:
             state.hold(item.entry, held)
         reason = None
         if len(located) < len(chain):
-            probed, trouble = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
+            probed = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
             before = len(located)
-            located = self._loader.locate(shelf, chain, probed)
+            located = self._loader.locate(shelf, chain, probed.found)
             for item in located[before:]:
                 state.hold(item.entry, held)
             if len(located) < len(chain):
                 missing = shelf.entries.get(chain.keys[len(located)])
                 is_down = missing is not None and missing.fastest is not None
                 gone = state.directory.why_gone(shelf.name(chain.keys[len(located)]))
-                reason = trouble or (MissReason.UNAVAILABLE if is_down else gone)
+                reason = probed.trouble or (MissReason.UNAVAILABLE if is_down else gone)
         num_ready, load_reason = await self._loader.load(shelf, located, held, deadline_s=deadline_s)
         return [item.origin for item in located[:num_ready]], load_reason or reason
 

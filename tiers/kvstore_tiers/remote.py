@@ -15,7 +15,7 @@ import logging
 import ssl
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
@@ -70,19 +70,20 @@ class Batch(Generic[T]):
 class Ending:
     """How a call ended for items that got no outcome of their own, by their place in the call.
 
-    For ``late`` ones time ran out, for ``refused`` ones their node's breaker is open, ``moved`` ones are at
-    another node: (node, whether it must be told so). The others' node is unknown, or failed.
+    ``reasons`` has an entry for those whose node was not asked or did not answer. ``moved`` ones are at
+    another node: (node, whether it must be told so).
     """
 
-    late: set[int] = field(default_factory=set)
-    refused: set[int] = field(default_factory=set)
+    reasons: dict[int, MissReason] = field(default_factory=dict)
     moved: dict[int, tuple[RemoteNode, bool]] = field(default_factory=dict)
+
+    def note(self, indexes: Iterable[int], reason: MissReason) -> None:
+        """Say why items may have no outcome."""
+        self.reasons.update(dict.fromkeys(indexes, reason))
 
     def reason(self, index: int) -> MissReason:
         """Return why an item has no outcome."""
-        if index in self.late:
-            return MissReason.TIMED_OUT
-        return MissReason.BREAKER_OPEN if index in self.refused else MissReason.UNAVAILABLE
+        return self.reasons.get(index, MissReason.UNAVAILABLE)
 
 
 class RemoteTier:
@@ -219,10 +220,10 @@ class RemoteTier:
             )
 
         ending = await self._run(Batch(blocks, _itself, work, 1, is_write=False, deadline_s=deadline_s))
+        unknown = {index: reason for index, reason in ending.reasons.items() if found[index] is None}
         first = next((index for index, is_here in enumerate(found) if not is_here), None)
-        is_known = first is None or found[first] is False
-        tiers = [self._name if is_here else None for is_here in found]
-        return Probe(tiers, None if first is None or is_known else ending.reason(first))
+        reason = None if first is None or found[first] is False else ending.reason(first)
+        return Probe([self._name if is_here else None for is_here in found], reason, unknown)
 
     async def read(self, requests: Sequence[ReadRequest], *, deadline_s: float) -> list[ReadOutcome]:
         """Read copies into the buffers, and verify them."""
@@ -301,20 +302,22 @@ class RemoteTier:
         if servers is None or not batch.items:
             return Ending()
         groups: dict[tuple[RemoteNode, bool], list[int]] = {}
+        homeless: list[int] = []
         for index, item in enumerate(batch.items):
             node = servers.node_of(self._names.of(batch.block_of(item)))
             if node is None:
+                homeless.append(index)
                 servers.look_again()
             else:
                 groups.setdefault((node, False), []).append(index)
         ending = await self._ask_nodes(servers, batch, groups)
+        ending.note(homeless, MissReason.UNAVAILABLE)
         if ending.moved:
             groups = {}
             for index, target in ending.moved.items():
                 groups.setdefault(target, []).append(index)
             again = await self._ask_nodes(servers, batch, groups)
-            ending.late |= again.late
-            ending.refused |= again.refused
+            ending.reasons |= again.reasons
         return ending
 
     async def _ask_nodes(
@@ -327,7 +330,7 @@ class RemoteTier:
             if node.allows():
                 asked.append(self._ask_node(servers, batch, node, indexes, ending, is_asking=is_asking))
             else:
-                ending.refused.update(indexes)
+                ending.note(indexes, MissReason.BREAKER_OPEN)
         if len(asked) == 1:
             await asked[0]
         elif asked:
@@ -351,8 +354,9 @@ class RemoteTier:
         works = [batch.work(share, is_asking) for share in shares]
         tallies = await node.run(jobs, works, batch.deadline_s)
         for share, tally in zip(shares, tallies, strict=True):
-            if tally.is_late:
-                ending.late.update(index for index, _ in share)
+            if tally.is_late or tally.fault:
+                reason = MissReason.TIMED_OUT if tally.is_late else MissReason.UNAVAILABLE
+                ending.note((index for index, _ in share), reason)
             if tally.redirects:
                 self._note_redirects(servers, node, tally.redirects, ending)
         if any(tally.fault or tally.refuses_writes for tally in tallies) or not node.health().is_up:
