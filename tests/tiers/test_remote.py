@@ -14,8 +14,9 @@ import pytest
 from kvstore.errors import InvalidConfig
 from kvstore.tier import HEADER_BYTES, ReadStatus, WriteStatus
 from kvstore_tiers.remote import RemoteTier
-from kvstore_tiers.resp import RespConnection, RespFault
+from kvstore_tiers.resp import RespConnection
 from kvstore_tiers.resp_address import AddressLookup, RespAddress, SocketAddress
+from kvstore_tiers.resp_stream import RespFault
 from tests.redis_server import RedisServer, free_port
 from tests.tiers.blocks import block_id
 from tests.tiers.remote_calls import LENGTH, NAMES, opened, put, statuses, until, until_healed, within

@@ -19,8 +19,8 @@ from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as NoAnswer
 from redis.retry import Retry
 
-from kvstore_tiers.resp import RespFault, login_refusal, open_stream
 from kvstore_tiers.resp_address import AddressLookup, RespAddress
+from kvstore_tiers.resp_stream import RespFault, login_refusal, open_stream
 
 Reply = Union[int, str, None, "list[Reply]"]
 """An answer; bulk strings and statuses are both text."""
