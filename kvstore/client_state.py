@@ -53,7 +53,8 @@ class ClientStats:
 
     ``connects`` counts connections made, ``server_restarts`` those that met another server instance than
     the one before; ``timeouts`` and ``unavailable`` calls that ended so; ``checksum_failures`` blocks whose
-    bytes were wrong after the copy; ``protocol_errors`` connections closed because of what the server sent.
+    bytes were wrong after the copy; ``protocol_errors`` connections closed because of what the server sent;
+    ``refused`` calls of the data path that the server does not allow this caller (its key is gone, say).
     """
 
     connects: int = 0
@@ -62,6 +63,7 @@ class ClientStats:
     unavailable: int = 0
     checksum_failures: int = 0
     protocol_errors: int = 0
+    refused: int = 0
 
 
 class ClientState:
@@ -149,6 +151,17 @@ class ClientState:
             self._stats = replace(at, connects=at.connects + 1, server_restarts=restarts)
             self._instance = instance
             self._pause_s = self._closed_until_s = 0.0
+
+    def note_linked(self) -> None:
+        """Count a connection to a server that does not say which instance it is."""
+        with self._lock:
+            self._stats = replace(self._stats, connects=self._stats.connects + 1)
+            self._pause_s = self._closed_until_s = 0.0
+
+    def note_refused(self) -> None:
+        """Count a call that the server refused to this caller."""
+        with self._lock:
+            self._stats = replace(self._stats, refused=self._stats.refused + 1)
 
     def note_not_connected(self) -> None:
         """Count a failed attempt to connect: calls of the data path do not try again for a while."""

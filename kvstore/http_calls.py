@@ -1,0 +1,241 @@
+"""What the clients ask over HTTP, and how answers are read; no connections here.
+
+Each function returns a request, or reads an answer into the result that the call has in every client. An
+answer that is not of the documented form raises ProtocolMismatch.
+"""
+
+import json
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvstore.checksum import checksum
+from kvstore.errors import InvalidLayout, ProtocolMismatch
+from kvstore.http_link import HttpAnswer, HttpRequest, Piece, json_object
+from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
+from kvstore.layout import KVLayout, Part
+from kvstore.miss import MissReason
+from kvstore.results import BlockReport, PrefixMatch, PutResult
+from kvstore.transfer import Bytes
+
+_HEAD_LENGTH = struct.Struct("<I")
+_HEAD_MAX_BYTES = 1 << 20
+_MAX_TIMEOUT_S = 60.0
+_PAYLOAD_TYPE = {"Content-Type": "application/octet-stream"}
+
+
+def chain_values(chain: PrefixChain, part: Part | None) -> dict[str, Any]:  # Any: JSON
+    """Return the members of a request that name blocks."""
+    values: dict[str, Any] = {
+        "namespace": chain.namespace.hex(),
+        "keys": [key.hex() for key in chain.keys],
+    }
+    if chain.parent is not None:
+        values |= {"start": chain.start, "parent": chain.parent.hex()}
+    if part is not None:
+        values["part"] = list(part)
+    return values
+
+
+def timed(values: Mapping[str, Any], remaining_s: float) -> dict[str, Any]:  # Any: JSON
+    """Return these members with the time that the store may take: a little less than is left."""
+    left_s = remaining_s - min(0.002, remaining_s / 4)
+    return {**values, "timeout_s": round(min(_MAX_TIMEOUT_S, max(0.0, left_s)), 6)}
+
+
+def open_request(namespace: Namespace, *, is_public: bool) -> HttpRequest:
+    """Ask to open a namespace."""
+    values: dict[str, Any] = asdict(namespace)  # Any: JSON
+    salt = values.pop("tenant_salt")
+    if salt:
+        values["tenant_salt"] = salt.hex()
+    if is_public:
+        values["public"] = True
+    return HttpRequest.of_json("POST", "/v1/namespaces", values)
+
+
+def opened_namespace(asked: Namespace, answer: HttpAnswer) -> Namespace:
+    """Return the namespace that was opened: the one asked for, with its salt."""
+    told = answer.json()
+    try:
+        salt = bytes.fromhex(_text(told, "tenant_salt"))
+        opened = Namespace(
+            **{
+                name: getattr(asked, name) for name in Namespace.__dataclass_fields__ if name != "tenant_salt"
+            },
+            tenant_salt=salt,
+        )
+    except (ValueError, InvalidLayout) as error:
+        raise ProtocolMismatch("http: the salt of a namespace is malformed") from error
+    if opened.digest.hex() != told.get("namespace"):
+        raise ProtocolMismatch("http: the server opened another namespace than was asked for")
+    return opened
+
+
+def read_match(chain: PrefixChain, answer: HttpAnswer) -> PrefixMatch:
+    """Return how many leading blocks are stored, and where."""
+    told = answer.json()
+    tiers = tuple(_texts(told, "tiers"))
+    if len(tiers) != _count(told, "blocks") or len(tiers) > len(chain):
+        raise ProtocolMismatch(f"http: {len(tiers)} blocks match a chain of {len(chain)}")
+    return PrefixMatch(len(tiers), tiers, read_reason(told))
+
+
+def read_reason(told: Mapping[str, Any]) -> MissReason | None:  # Any: JSON
+    """Return the reason that an answer gives."""
+    word = told.get("reason")
+    try:
+        return None if word is None else MissReason(word)
+    except ValueError as error:
+        raise ProtocolMismatch("http: an unknown reason of a miss") from error
+
+
+def read_count(name: str) -> Callable[[HttpAnswer], int]:
+    """Return a reader of one number."""
+    return lambda answer: _count(answer.json(), name)
+
+
+def read_flag(name: str) -> Callable[[HttpAnswer], bool]:
+    """Return a reader of one truth."""
+    return lambda answer: _flag(answer.json().get(name))
+
+
+def read_flags(name: str, count: int) -> Callable[[HttpAnswer], list[bool]]:
+    """Return a reader of as many truths."""
+
+    def read(answer: HttpAnswer) -> list[bool]:
+        flags = [_flag(item) for item in _list(answer.json(), name)]
+        if len(flags) != count:
+            raise ProtocolMismatch(f"http: {len(flags)} answers for {count} blocks")
+        return flags
+
+    return read
+
+
+def read_texts(name: str) -> Callable[[HttpAnswer], list[str]]:
+    """Return a reader of a list of texts."""
+    return lambda answer: _texts(answer.json(), name)
+
+
+def read_reports(answer: HttpAnswer) -> list[BlockReport]:
+    """Return the reports on blocks."""
+    try:
+        return [BlockReport.from_dict(item) for item in _list(answer.json(), "blocks")]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ProtocolMismatch("http: a block's report is malformed") from error
+
+
+def read_namespaces(answer: HttpAnswer) -> list[Namespace]:
+    """Return the namespaces that were listed."""
+    try:
+        return [
+            Namespace(**{**item, "layout": KVLayout(**item["layout"])})
+            for item in _list(answer.json(), "namespaces")
+        ]
+    except (KeyError, TypeError, InvalidLayout) as error:
+        raise ProtocolMismatch("http: a namespace is malformed") from error
+
+
+@dataclass(frozen=True, slots=True)
+class FetchHead:
+    """What stands before the payloads of a fetch."""
+
+    blocks: int
+    origins: tuple[str, ...]
+    checksums: tuple[int, ...]
+    reason: MissReason | None
+
+
+def read_fetch_head(answer: HttpAnswer, *, length_bytes: int, most: int) -> FetchHead:
+    """Read the head of a fetch's answer, and check that the payloads behind it are as many as it says."""
+    (head_bytes,) = _HEAD_LENGTH.unpack(answer.exactly(_HEAD_LENGTH.size))
+    if head_bytes > _HEAD_MAX_BYTES:
+        raise ProtocolMismatch(f"http: a head of {head_bytes} bytes, limit {_HEAD_MAX_BYTES}")
+    told = json_object(answer.exactly(head_bytes))
+    blocks, origins, sums = _count(told, "blocks"), _texts(told, "origins"), _texts(told, "checksums")
+    if not len(origins) == len(sums) == blocks <= most or _count(told, "length_bytes") != length_bytes:
+        raise ProtocolMismatch("http: fetched blocks do not fit the request")
+    if answer.length_bytes not in (None, blocks * length_bytes):
+        raise ProtocolMismatch("http: as many payloads follow as the head does not say")
+    try:
+        checksums = tuple([int(text, 16) for text in sums])
+    except ValueError as error:
+        raise ProtocolMismatch("http: a checksum is malformed") from error
+    return FetchHead(blocks, tuple(origins), checksums, read_reason(told))
+
+
+def store_request(
+    chain: PrefixChain,
+    payloads: Sequence[Bytes],
+    checksums: Sequence[int],
+    *,
+    part: Part | None,
+    remaining_s: float,
+) -> HttpRequest:
+    """Ask to store blocks; their payloads are sent in place."""
+    values = chain_values(chain, part)
+    values["checksums"] = [f"{digest:016x}" for digest in checksums]
+    head = json.dumps(timed(values, remaining_s)).encode()
+    body: list[Piece] = [_HEAD_LENGTH.pack(len(head)) + head]
+    body += [memoryview(payload) for payload in payloads if len(payload)]  # type: ignore[arg-type]  # arrays are buffers
+    return HttpRequest("POST", "/v1/store", body, _PAYLOAD_TYPE)
+
+
+def read_put(count: int) -> Callable[[HttpAnswer], PutResult]:
+    """Return a reader of what became of ``count`` blocks."""
+
+    def read(answer: HttpAnswer) -> PutResult:
+        told = answer.json()
+        stored, present, dropped = (_count(told, name) for name in ("stored", "present", "dropped"))
+        doubtful = _list(told, "doubtful")
+        are_places = all(
+            isinstance(at, int) and not isinstance(at, bool) and 0 <= at < count for at in doubtful
+        )
+        if stored + present + dropped != count or not are_places:
+            raise ProtocolMismatch(f"http: what became of {count} blocks does not add up")
+        return PutResult(stored, present, dropped, tuple(sorted(set(doubtful))))
+
+    return read
+
+
+def sums_until_wrong(payloads: Sequence[Bytes], expected: Sequence[int] | None) -> list[int]:
+    """Return the checksums of the leading payloads, up to the first that has another than is expected."""
+    found: list[int] = []
+    for index, payload in enumerate(payloads):
+        digest = checksum(payload)
+        if expected is not None and expected[index] != digest:
+            break
+        found.append(digest)
+    return found
+
+
+def _list(told: Mapping[str, Any], name: str) -> list[Any]:  # Any: JSON
+    value = told.get(name)
+    if not isinstance(value, list):
+        raise ProtocolMismatch(f"http: {name} is no list")
+    return value
+
+
+def _texts(told: Mapping[str, Any], name: str) -> list[str]:  # Any: JSON
+    return [str(item) for item in _list(told, name)]
+
+
+def _text(told: Mapping[str, Any], name: str) -> str:  # Any: JSON
+    value = told.get(name)
+    if not isinstance(value, str):
+        raise ProtocolMismatch(f"http: {name} is no text")
+    return value
+
+
+def _count(told: Mapping[str, Any], name: str) -> int:  # Any: JSON
+    value = told.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ProtocolMismatch(f"http: {name} is no count")
+    return value
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ProtocolMismatch("http: what should be true or false is not")
+    return value
