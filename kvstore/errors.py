@@ -25,6 +25,14 @@ class NamespaceNotOpen(InvalidRequest):
     """The store does not know the namespace, or has forgotten it because it was empty: open it (again)."""
 
 
+class Unauthenticated(KVStoreError):
+    """The server wants an API key, and there is none, or one that it does not know."""
+
+
+class Forbidden(KVStoreError):
+    """The caller is known, and may not do this: its key lacks the scope, or the namespace is not its own."""
+
+
 class TierFull(KVStoreError):
     """A tier has no free slot and nothing in it may be evicted."""
 
