@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
-from kvstore.config_values import BadValue, Kind, Rule, size_text
+from kvstore.config_values import BadValue, Kind, Rule, listen_host_port, size_text
 from kvstore.errors import InvalidConfig
 
 CONFIG_VARIABLE = "KVSTORE_CONFIG"
@@ -58,6 +58,22 @@ class ServerConfig:
             "Least severe message that is logged.", Kind.CHOICE, choices=("debug", "info", "warning", "error")
         ),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpConfig:
+    """``[http]``: the store over HTTP. Without this section nothing listens on the network."""
+
+    section: ClassVar[str] = "http"
+
+    listen: str = _key(
+        "127.0.0.1:8470", Rule("Address that HTTP is served at; port 0: any free one.", Kind.LISTEN)
+    )
+
+    @property
+    def host_port(self) -> tuple[str, int]:
+        """IP address and port of ``listen``."""
+        return listen_host_port(self.listen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,8 +255,15 @@ class RemoteConfig:
         return _first_line(self.password_file)
 
 
-SectionConfig = ServerConfig | StoreConfig | DramConfig | SsdConfig | RemoteConfig
-SECTIONS: tuple[type[SectionConfig], ...] = (ServerConfig, StoreConfig, DramConfig, SsdConfig, RemoteConfig)
+SectionConfig = ServerConfig | HttpConfig | StoreConfig | DramConfig | SsdConfig | RemoteConfig
+SECTIONS: tuple[type[SectionConfig], ...] = (
+    ServerConfig,
+    HttpConfig,
+    StoreConfig,
+    DramConfig,
+    SsdConfig,
+    RemoteConfig,
+)
 """Every section, in the order of the reference."""
 
 
@@ -267,9 +290,10 @@ class EffectiveValue:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A whole configuration. ``ssd`` and ``remote`` are None where there is no such tier."""
+    """A whole configuration. ``http``, ``ssd`` and ``remote`` are None where there is no such section."""
 
     server: ServerConfig = field(default_factory=ServerConfig)
+    http: HttpConfig | None = None
     store: StoreConfig = field(default_factory=StoreConfig)
     dram: DramConfig = field(default_factory=DramConfig)
     ssd: SsdConfig | None = None
@@ -313,6 +337,7 @@ class Config:
         tables = _tables(tree, source)
         config = cls(
             server=_build(ServerConfig, tables, source),
+            http=_build(HttpConfig, tables, source) if HttpConfig.section in tables else None,
             store=_build(StoreConfig, tables, source),
             dram=_build(DramConfig, tables, source),
             ssd=_build(SsdConfig, tables, source) if SsdConfig.section in tables else None,
@@ -332,7 +357,7 @@ class Config:
                 getattr(part, item.name),
                 self.source if (part.section, item.name) in self.given else "default",
             )
-            for part in (self.server, self.store, self.dram, self.ssd, self.remote)
+            for part in (self.server, self.http, self.store, self.dram, self.ssd, self.remote)
             if part is not None
             for item in fields(part)
         ]

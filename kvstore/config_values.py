@@ -1,6 +1,7 @@
 """Values of a configuration: kinds and ranges, read from TOML and written for people."""
 
 import enum
+import ipaddress
 import math
 import re
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ class Kind(enum.Enum):
     FOLDER = "path"
     FOLDERS = "list of paths"
     SOCKET = "socket path"
+    LISTEN = "IP address and port"
     URL = "URL"
 
 
@@ -184,6 +186,30 @@ def _read_socket(rule: Rule, raw: object) -> Path:
     return path
 
 
+def listen_host_port(text: str) -> tuple[str, int]:
+    """Return IP address and port of ``127.0.0.1:8470`` or ``[::1]:8470``; port 0: any that is free.
+
+    Raises:
+        BadValue: another text. Host names are not taken: what one resolves to may change.
+    """
+    host, colon, port = text.rpartition(":")
+    is_v6 = host.startswith("[") and host.endswith("]")
+    try:
+        address = ipaddress.ip_address(host[1:-1] if is_v6 else host)
+    except ValueError:
+        raise BadValue(f"is {_shown(text)}") from None
+    is_port = colon and port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= _PORT_MAX
+    if not is_port or (address.version == 6) != is_v6:
+        raise BadValue(f"is {_shown(text)}")
+    return str(address), int(port)
+
+
+def _read_listen(rule: Rule, raw: object) -> str:
+    text = _read_name(rule, raw)
+    listen_host_port(text)
+    return text
+
+
 def _read_url(rule: Rule, raw: object) -> str:
     """Read the address of a Redis-protocol server. The value is never shown: it may hold a secret."""
     text = _read_name(rule, raw) if isinstance(raw, str) else ""
@@ -232,6 +258,7 @@ _READERS = {
     Kind.FOLDER: _read_folder,
     Kind.FOLDERS: _read_folders,
     Kind.SOCKET: _read_socket,
+    Kind.LISTEN: _read_listen,
     Kind.URL: _read_url,
 }
 _EXPECTED = {
@@ -240,6 +267,7 @@ _EXPECTED = {
     Kind.FOLDER: "an absolute path",
     Kind.FOLDERS: f"a list of absolute paths, at most {_LIST_MAX}",
     Kind.SOCKET: f"an absolute path of at most {SOCKET_PATH_MAX_BYTES} bytes",
+    Kind.LISTEN: 'an IP address and a port like "127.0.0.1:8470" or "[::1]:8470"',
     Kind.URL: (
         "redis://HOST:PORT/DB, unix:///PATH, redis+sentinel://HOST:PORT,HOST:PORT/DB or"
         " redis+cluster://HOST:PORT,HOST:PORT; with TLS rediss instead of redis"
