@@ -29,6 +29,10 @@ class Unauthenticated(KVStoreError):
     """The server wants an API key, and there is none, or one that it does not know."""
 
 
+class TooManyFailures(Unauthenticated):
+    """The same, from an address that has sent too many such requests: it is answered again later."""
+
+
 class Forbidden(KVStoreError):
     """The caller is known, and may not do this: its key lacks the scope, or the namespace is not its own."""
 
