@@ -89,8 +89,8 @@ class Gate:
             if not _is_of_no_web_page(shown):
                 self.counters.forbidden += 1
                 raise Forbidden(
-                    "request: has an Origin, or a Host that is neither an address nor localhost, and there are"
-                    " no API keys: a web page may have sent it; call the server by its address, or set api_keys"
+                    "request: has an Origin, or a Host that is neither an address nor localhost: where there"
+                    " are no API keys, a web page may have sent it: call the server by its address"
                 )
             return LOCAL
         key = _bearer(shown.authorization)
@@ -145,7 +145,7 @@ class FailureLimit:
 
 
 def _network(peer: str) -> str:
-    """Return what an address is counted by: itself, or for IPv6 the 64-bit network, which one host may own."""
+    """Return what an address is counted by: itself, or its IPv6 network of 64 bits, which one host may own."""
     try:
         address = ipaddress.ip_address(peer.partition("%")[0])
     except ValueError:

@@ -10,8 +10,8 @@ from pathlib import Path
 from kvstore.auth import (
     KEYRING_MAX_BYTES,
     SECRET_MIN_BYTES,
-    Keyring,
     KeyRecord,
+    Keyring,
     Scope,
     key_digest,
     require_name,

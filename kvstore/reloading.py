@@ -23,8 +23,8 @@ T = TypeVar("T")
 class Reloaded(Generic[T]):
     """The value that the latest usable content gave.
 
-    ``read`` returns the content, ``make`` the value; both may block and may raise InvalidConfig. ``value`` may
-    be read from any thread; what it gave before stays as it was.
+    ``read`` returns the content, ``make`` the value; both may block and may raise InvalidConfig. ``value``
+    may be read from any thread; what it gave before stays as it was.
 
     Raises:
         InvalidConfig: the first content cannot be had or used.

@@ -60,7 +60,7 @@ class RenewedContext(ssl.SSLContext):
         return self._current().wrap_socket(*args, **kwargs)
 
 
-class TlsFolder:
+class ServerTls:
     """The files of one folder, as the server uses them.
 
     A ``ca.crt`` that was there once stays required: while it is replaced, nobody gets in without a
@@ -152,7 +152,7 @@ def _warn_if_out_of_date(path: Path) -> None:
         ends = certificate.not_valid_after_utc
     except (OSError, ValueError):
         return
-    if ends < datetime.datetime.now(datetime.timezone.utc):
+    if ends < datetime.datetime.now(datetime.UTC):
         logger.warning("tls: %s: the certificate has expired on %s: replace it", path, ends.date())
     else:
         logger.info("tls: %s: the certificate is valid until %s", path, ends.date())
