@@ -85,8 +85,8 @@ class HttpConfig:
     tls_folder: Path | None = _key(
         None,
         Rule(
-            "Folder with PEM files: tls.crt and tls.key of the server; with a ca.crt there, clients must show a"
-            " certificate of one of its authorities.",
+            "Folder with PEM files: tls.crt and tls.key of the server; with a ca.crt there, clients must"
+            " show a certificate of one of its authorities.",
             Kind.FOLDER,
         ),
     )

@@ -145,7 +145,7 @@ class FailureLimit:
 
 
 def _network(peer: str) -> str:
-    """Return what an address is counted by: itself, or its IPv6 network of 64 bits, which one host may own."""
+    """Return what an address is counted by: itself, or its 64-bit network if IPv6: one host may own that."""
     try:
         address = ipaddress.ip_address(peer.partition("%")[0])
     except ValueError:

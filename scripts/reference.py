@@ -43,7 +43,8 @@ def cli_reference() -> str:
         theirs = {action.dest for group in _named_groups(parser) for action in group._group_actions}
         own = [action for action in parser._actions if action.dest not in theirs]
         links = ", ".join(f"[{title}](#{_anchor(title)})" for title in named)
-        parts.append(f"## kvstore {command.name}\n\n{parser.description}\n\n{_argument_table(parser, own)}")
+        table = "" if any(map(_has_actions, own)) else f"\n{_argument_table(parser, own)}"
+        parts.append(f"## kvstore {command.name}\n\n{parser.description}\n{table}")
         if links:
             parts.append(f"And the arguments that say {links}.\n")
         parts += _action_sections(parser, command.name)
@@ -57,9 +58,13 @@ def _action_sections(parser: argparse.ArgumentParser, command: str) -> list[str]
     return [
         f"### kvstore {command} {name}\n\n{chosen.description}\n\n{_argument_table(chosen, chosen._actions)}"
         for action in parser._actions
-        if isinstance(action, argparse._SubParsersAction)
+        if _has_actions(action)
         for name, chosen in action.choices.items()
     ]
+
+
+def _has_actions(action: argparse.Action) -> bool:
+    return isinstance(action, argparse._SubParsersAction)
 
 
 def _named_groups(parser: argparse.ArgumentParser) -> list[argparse._ArgumentGroup]:
