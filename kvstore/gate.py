@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from kvstore.auth import LOCAL, Identity, Keyring, Scope
-from kvstore.errors import Forbidden, TooManyFailures, Unauthenticated
+from kvstore.errors import Forbidden, TooManyFailures, Unauthorized
 from kvstore.log_limit import LimitedWarning
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class GateCounters:
     """Requests that a gate let in and turned away; part of the server's stats."""
 
     admitted: int = 0
-    unauthenticated: int = 0
+    unauthorized: int = 0
     forbidden: int = 0
     too_many_failures: int = 0
 
@@ -73,7 +73,7 @@ class Gate:
         """Return who calls; ``needs`` is the scope that the route asks for, None if any caller may.
 
         Raises:
-            Unauthenticated: no key, several, or one that is not known.
+            Unauthorized: no key, several, or one that is not known.
             TooManyFailures: the same, from an address that has sent too many such requests.
             Forbidden: the key lacks the scope, or a web page sent the request.
         """
@@ -98,7 +98,7 @@ class Gate:
         # A valid key is let in whatever else comes from its address: many callers may share one.
         if identity is None:
             self._turn_away(shown.peer)
-            raise Unauthenticated("request: needs a known API key: send Authorization: Bearer KEY")
+            raise Unauthorized("request: needs a known API key: send Authorization: Bearer KEY")
         return identity
 
     def _turn_away(self, peer: str) -> None:
@@ -107,9 +107,10 @@ class Gate:
         if wait_s:
             self.counters.too_many_failures += 1
             raise TooManyFailures(
-                f"request: too many without a known API key came from this address: wait {wait_s} s"
+                f"request: too many without a known API key came from this address: wait {wait_s} s",
+                wait_s=wait_s,
             )
-        self.counters.unauthenticated += 1
+        self.counters.unauthorized += 1
 
 
 class FailureLimit:

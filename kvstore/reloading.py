@@ -71,10 +71,17 @@ class Reloaded(Generic[T]):
 class Watcher:
     """Refreshes values every second on a thread. ``start`` and ``stop`` may each be called once."""
 
-    def __init__(self, values: Sequence[Reloaded[Any]], *, interval_s: float = _INTERVAL_S) -> None:
+    def __init__(
+        self,
+        values: Sequence[Reloaded[Any]],
+        *,
+        interval_s: float = _INTERVAL_S,
+        join_patience_s: float = _JOIN_PATIENCE_S,
+    ) -> None:
         # Any: it does not matter what the values are.
         self._values = tuple(values)
         self._interval_s = interval_s
+        self._join_patience_s = join_patience_s
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="kvstore-reload", daemon=True)
 
@@ -87,7 +94,7 @@ class Watcher:
         """End the thread; one that a file system holds is left behind."""
         self._stopping.set()
         if self._thread.is_alive():
-            self._thread.join(_JOIN_PATIENCE_S)
+            self._thread.join(self._join_patience_s)
 
     def _watch(self) -> None:
         while not self._stopping.wait(self._interval_s):
