@@ -61,6 +61,10 @@ class Doors:
         """Begin to take up changes. Once."""
         self._watcher.start()
 
+    def refresh(self) -> None:
+        """Take up changes once, in place of ``start``. Blocks."""
+        self._watcher.refresh()
+
     def stop(self) -> None:
         """Take up no more changes. Idempotent."""
         self._watcher.stop()
@@ -69,24 +73,22 @@ class Doors:
 def _keyring(config: HttpConfig, environ: Mapping[str, str]) -> Reloaded[Keyring]:
     source = config.api_keys
     assert source is not None
-    if source.file is not None:
-        _require_private(source.file)
     name = f"[http] api_keys: {source}"
-    keyring = Reloaded(
-        name,
-        lambda: config.read_api_keys(environ).encode(),
-        lambda text: Keyring.parse(text.decode(), source=name),
-    )
+
+    def read() -> bytes:
+        if source.file is not None and _mode(source.file) & _WRITABLE_BY_OTHERS:
+            raise InvalidConfig(f"{name}: others may write to it: chmod 600 {source.file}")
+        return config.read_api_keys(environ).encode()
+
+    keyring = Reloaded(name, read, lambda text: Keyring.parse(text.decode(), source=name))
     logger.info("%s: %d keys", name, len(keyring.value))
+    if source.file is not None and _mode(source.file) & _READABLE_BY_OTHERS:
+        logger.warning("%s: others may read it: chmod 600 %s", name, source.file)
     return keyring
 
 
-def _require_private(path: Path) -> None:
+def _mode(path: Path) -> int:
     try:
-        mode = path.stat().st_mode
+        return path.stat().st_mode
     except OSError:
-        return  # reading it will tell
-    if mode & _WRITABLE_BY_OTHERS:
-        raise InvalidConfig(f"[http] api_keys: {path}: others may write to it: chmod 600 {path}")
-    if mode & _READABLE_BY_OTHERS:
-        logger.warning("[http] api_keys: %s: others may read it: chmod 600, or let one group read it", path)
+        return 0  # reading it will tell

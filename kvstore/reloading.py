@@ -90,6 +90,14 @@ class Watcher:
         if self._values:
             self._thread.start()
 
+    def refresh(self) -> None:
+        """Look at everything once, where no thread does. Blocks."""
+        for value in self._values:
+            try:
+                value.refresh()
+            except Exception:
+                logger.exception("reload: failed")
+
     def stop(self) -> None:
         """End the thread; one that a file system holds is left behind."""
         self._stopping.set()
@@ -98,11 +106,7 @@ class Watcher:
 
     def _watch(self) -> None:
         while not self._stopping.wait(self._interval_s):
-            for value in self._values:
-                try:
-                    value.refresh()
-                except Exception:
-                    logger.exception("reload: failed")
+            self.refresh()
 
 
 def _stamp(content: bytes) -> bytes:
