@@ -33,14 +33,30 @@ def create_keyring(path: Path) -> None:
         InvalidConfig: there is something at the path, or the file cannot be made.
     """
     text = f"{_HEAD}secret {secrets.token_hex(SECRET_MIN_BYTES)}\n"
+    _create(path, text.encode(), why="a new secret would put all that tenants stored out of reach")
+
+
+def write_salt(path: Path, tenant: str, out: Path) -> None:
+    """Write a tenant's salt to a new file, mode 0600, for engines that use the Unix socket. Blocks.
+
+    Raises:
+        InvalidConfig: no key of the keyring file is the tenant's, there is something at ``out``, or a file
+            cannot be read or made.
+    """
+    keyring = read_keyring(path)
+    if tenant not in {record.tenant for record in keyring.records}:
+        raise InvalidConfig(f"{path}: no key is of this tenant: see kvstore keys list, or add one")
+    _create(out, keyring.salt(tenant), why="name a file that is not there")
+
+
+def _create(path: Path, data: bytes, *, why: str) -> None:
     try:
-        with _draft(path, text, mode=0o600) as draft:
+        with _draft(path, data, mode=0o600) as draft:
             # Unlike a rename, a link replaces nothing.
             os.link(draft, path)
+        _sync_folder(path.parent)
     except FileExistsError:
-        raise InvalidConfig(
-            f"{path}: exists: a new secret would put all that tenants stored out of reach"
-        ) from None
+        raise InvalidConfig(f"{path}: exists: {why}") from None
     except OSError as error:
         raise InvalidConfig(f"{path}: cannot be made: {error.strerror}") from error
 
@@ -94,7 +110,7 @@ class _Replace:
     def __call__(self, text: str) -> None:
         _parsed(text, self._path)
         known = self._path.stat()
-        with _draft(self._path, text, mode=known.st_mode & 0o666) as draft:
+        with _draft(self._path, text.encode(), mode=known.st_mode & 0o666) as draft:
             made = draft.stat()
             if (made.st_uid, made.st_gid) != (known.st_uid, known.st_gid):
                 # The server may run as another user than whoever edits its keys.
@@ -121,13 +137,13 @@ def _changing(path: Path) -> Iterator[tuple[str, _Replace]]:
 
 
 @contextlib.contextmanager
-def _draft(path: Path, text: str, *, mode: int) -> Iterator[Path]:
-    """Write a text durably to a file beside ``path`` that is gone afterwards, unless it was renamed."""
+def _draft(path: Path, data: bytes, *, mode: int) -> Iterator[Path]:
+    """Write data durably to a file beside ``path`` that is gone afterwards, unless it was renamed."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.new")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
             os.fchmod(fd, mode)
             file.flush()
             os.fsync(fd)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from kvstore.auth import Scope, read_scopes
-from kvstore.keyring_file import add_key, create_keyring, read_keyring, remove_key
+from kvstore.keyring_file import add_key, create_keyring, read_keyring, remove_key, write_salt
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -43,6 +43,11 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     remove = _action(actions, "remove", "Remove a key: nobody gets in with it again.")
     remove.add_argument("name", metavar="NAME", help="name of the key")
     remove.set_defaults(run=_remove)
+
+    salt = _action(actions, "salt", "Write a tenant's salt to a new file, for engines on the Unix socket.")
+    salt.add_argument("tenant", metavar="TENANT", help="the tenant, of which there is a key")
+    salt.add_argument("out", metavar="OUT", type=Path, help="the new file, mode 0600")
+    salt.set_defaults(run=_salt)
 
 
 def _action(
@@ -89,6 +94,12 @@ def _list(args: argparse.Namespace) -> int:
 def _remove(args: argparse.Namespace) -> int:
     remove_key(args.file, args.name)
     print(f"removed {args.name}")
+    return 0
+
+
+def _salt(args: argparse.Namespace) -> int:
+    write_salt(args.file, args.tenant, args.out)
+    print(f"made {args.out}: name it with --tenant-salt-file or --salt-file")
     return 0
 
 

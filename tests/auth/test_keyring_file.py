@@ -232,6 +232,27 @@ def test_bad_usage_is_one_line_and_status_2(path, run, arguments, complaint):
     assert complaint in err
 
 
+def test_a_tenants_salt_is_written_to_a_file_of_its_own(tmp_path, path, run):
+    add_key(path, "engine", tenant="acme", scopes=READ)
+    out = tmp_path / "salt"
+
+    made = run("salt", path, "acme", out)
+    again = run("salt", path, "acme", out)
+
+    assert (made[0], again[0]) == (0, 2)
+    assert (out.read_bytes(), mode_of(out)) == (read_keyring(path).salt("acme"), 0o600)
+    assert "exists: name a file that is not there" in again[2]
+    assert read_keyring(path).salt("acme").hex() not in "".join((*made[1:], *again[1:]))
+
+
+def test_a_salt_is_only_of_a_tenant_that_has_a_key(tmp_path, path, run):
+    status, _, err = run("salt", path, "acne", tmp_path / "salt")
+
+    assert status == 2
+    assert "no key is of this tenant" in err
+    assert not (tmp_path / "salt").exists()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
 def test_a_change_by_root_leaves_the_file_with_its_owner(path):
     os.chown(path, 12345, 23456)
