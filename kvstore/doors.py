@@ -3,7 +3,7 @@
 import logging
 import os
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from kvstore.config import HttpConfig
 from kvstore.errors import InvalidConfig
 from kvstore.gate import Gate
 from kvstore.reloading import Reloaded, Watcher
-from kvstore.tls import RenewedContext, ServerTls
+from kvstore.tls import ServerTls
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +23,8 @@ _READABLE_BY_OTHERS = 0o004
 class Doors:
     """The gate, the tenancy and the TLS of one listener; keys and certificates are taken up as they change.
 
-    ``gate`` decides who may call, ``tenancy`` which namespaces a caller may use, ``ssl_context`` is what the
-    listener takes (None: no TLS).
+    ``gate`` decides who may call, ``tenancy`` which namespaces a caller may use. ``tls`` returns the context
+    that the next connection is served with; None: connections are plain.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class Doors:
         self._watcher = Watcher([value for value in values if value is not None])
         self.gate = Gate(None if keyring is None else lambda: keyring.value)
         self.tenancy = tenancy or Tenancy()
-        self.ssl_context: ssl.SSLContext | None = (
-            None if certificates is None else RenewedContext.following(lambda: certificates.value)
+        self.tls: Callable[[], ssl.SSLContext] | None = (
+            None if certificates is None else lambda: certificates.value
         )
 
     @classmethod

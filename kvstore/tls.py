@@ -12,9 +12,7 @@ import os
 import ssl
 import struct
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from cryptography import x509
 
@@ -28,40 +26,13 @@ KEY_NAME = "tls.key"
 CA_NAME = "ca.crt"
 _FILE_MAX_BYTES = 1 << 20
 
-HANDSHAKE_TIMEOUT_S = 5.0
-"""A client that has not finished its handshake by then is dropped."""
-
-
-class RenewedContext(ssl.SSLContext):
-    """A context for a listener that lives longer than its certificates.
-
-    Each handshake is made by the context that ``current`` returns then, and by nothing of an earlier one:
-    neither its certificates, nor its authorities, nor the tickets of sessions it granted. Connections that
-    stand are not touched. Without ``current`` it could make none: it has no certificate of its own.
-    """
-
-    _current: Callable[[], ssl.SSLContext]
-
-    @classmethod
-    def following(cls, current: Callable[[], ssl.SSLContext]) -> "RenewedContext":
-        """Return a context that hands every handshake to another."""
-        context = cls(ssl.PROTOCOL_TLS_SERVER)
-        context._current = current
-        return context
-
-    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
-        """Begin a handshake (asyncio calls this for each connection)."""
-        # Any: the arguments are passed on as they are.
-        return self._current().wrap_bio(*args, **kwargs)
-
-    def wrap_socket(self, *args: Any, **kwargs: Any) -> ssl.SSLSocket:
-        """Begin a handshake on a socket."""
-        # Any: the arguments are passed on as they are.
-        return self._current().wrap_socket(*args, **kwargs)
-
 
 class ServerTls:
     """The files of one folder, as the server uses them.
+
+    Each state of the files gives a context of its own. A listener takes the latest for each connection, so a
+    handshake has nothing of an earlier one: neither its certificate, nor its authorities, nor the sessions it
+    granted. Connections that stand are not touched.
 
     A ``ca.crt`` that was there once stays required: while it is replaced, nobody gets in without a
     certificate.

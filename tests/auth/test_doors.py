@@ -102,7 +102,7 @@ def test_off_loopback_keys_and_tls_together_are_enough(keys, tls_folder):
 
     doors = Doors.make(config)
 
-    assert isinstance(doors.ssl_context, ssl.SSLContext)
+    assert isinstance(doors.tls(), ssl.SSLContext)
     with pytest.raises(Unauthorized):
         doors.gate.admit(Shown(host=("127.0.0.1",)), None)
 
@@ -110,7 +110,7 @@ def test_off_loopback_keys_and_tls_together_are_enough(keys, tls_folder):
 def test_on_loopback_nothing_is_required():
     doors = Doors.make(HttpConfig())
 
-    assert doors.ssl_context is None
+    assert doors.tls is None
     assert doors.gate.admit(Shown(host=("127.0.0.1",)), Scope.ADMIN) is LOCAL
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import datetime
 import shutil
+import socket
 import ssl
 import subprocess
 import warnings
@@ -15,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from kvstore.errors import InvalidConfig
-from kvstore.tls import RenewedContext, ServerTls
+from kvstore.tls import ServerTls
 from tests.tiers.certificates import Authority
 
 WAIT_S = 30.0
@@ -77,13 +78,27 @@ async def serving(folder):
                 await writer.drain()
         writer.close()
 
-    certificates = ServerTls(folder).reloaded()
-    context = RenewedContext.following(lambda: certificates.value)
-    server = await asyncio.start_server(echo, "127.0.0.1", 0, ssl=context)
+    async def accept():
+        while True:
+            sock, _ = await loop.sock_accept(listener)
+            tasks.add(asyncio.create_task(greet(sock)))
+
+    async def greet(sock):
+        protocol = asyncio.StreamReaderProtocol(asyncio.StreamReader(), echo)
+        with contextlib.suppress(OSError), sock:
+            await loop.connect_accepted_socket(lambda: protocol, sock.dup(), ssl=certificates.value)
+
+    loop, tasks = asyncio.get_running_loop(), set()
     # What a failed handshake leaves is not this test's subject.
-    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-    async with server:
-        yield server.sockets[0].getsockname()[1], certificates
+    loop.set_exception_handler(lambda *_: None)
+    certificates = ServerTls(folder).reloaded()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        accepting = asyncio.create_task(accept())
+        yield listener.getsockname()[1], certificates
+        for task in (accepting, *tasks):
+            task.cancel()
+        await asyncio.gather(accepting, *tasks, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
@@ -278,8 +293,6 @@ async def test_a_session_of_an_earlier_certificate_is_not_resumed(folder, author
 
 def resumptions(context, port, between=lambda: None):
     """Connect twice, the second time with the session of the first; say of each whether it resumed one."""
-    import socket
-
     reused, session = [], None
     for number in range(2):
         if number:
@@ -385,10 +398,3 @@ def test_an_expired_certificate_is_warned_of(folder, caplog):
     ServerTls(folder).reloaded()
 
     assert "the certificate has expired on 2020-01-02: replace it" in caplog.text
-
-
-def test_a_context_without_a_current_one_makes_no_handshake():
-    context = RenewedContext(ssl.PROTOCOL_TLS_SERVER)
-
-    with pytest.raises(AttributeError):
-        context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_side=True)
