@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvstore.calls import BufferSource, FetchResult
 from kvstore.checksum import checksum
 from kvstore.errors import InvalidLayout, ProtocolMismatch
 from kvstore.http_link import HttpAnswer, HttpRequest, Piece, json_object
-from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
+from kvstore.keys import Namespace, PrefixChain
 from kvstore.layout import KVLayout, Part
 from kvstore.miss import MissReason
 from kvstore.results import BlockReport, PrefixMatch, PutResult
@@ -25,13 +26,15 @@ _MAX_TIMEOUT_S = 60.0
 _PAYLOAD_TYPE = {"Content-Type": "application/octet-stream"}
 
 
-def chain_values(chain: PrefixChain, part: Part | None) -> dict[str, Any]:  # Any: JSON
-    """Return the members of a request that name blocks."""
+def chain_values(
+    chain: PrefixChain, part: Part | None, *, is_placed: bool = True
+) -> dict[str, Any]:  # Any: JSON
+    """Return the members of a request that name blocks, and their place where it matters."""
     values: dict[str, Any] = {
         "namespace": chain.namespace.hex(),
         "keys": [key.hex() for key in chain.keys],
     }
-    if chain.parent is not None:
+    if is_placed and chain.parent is not None:
         values |= {"start": chain.start, "parent": chain.parent.hex()}
     if part is not None:
         values["part"] = list(part)
@@ -197,6 +200,74 @@ def read_put(count: int) -> Callable[[HttpAnswer], PutResult]:
         return PutResult(stored, present, dropped, tuple(sorted(set(doubtful))))
 
     return read
+
+
+class Fetching:
+    """What a fetch has received so far; kept outside the call, so that a lost server does not lose it."""
+
+    def __init__(self, note_corrupt: Callable[[], None], buffers: BufferSource, length_bytes: int) -> None:
+        self._note_corrupt = note_corrupt
+        self._buffers = buffers
+        self._length_bytes = length_bytes
+        self._origins: list[str] = []
+        self._checksums: list[int] = []
+
+    @property
+    def blocks(self) -> int:
+        """Leading blocks received and verified."""
+        return len(self._checksums)
+
+    def take(self, wanted: PrefixChain, start: int) -> Callable[[HttpAnswer], MissReason | None]:
+        """Return a reader of the blocks from position ``start``; it says why they end early, if they do."""
+
+        def read(answer: HttpAnswer) -> MissReason | None:
+            head = read_fetch_head(answer, length_bytes=self._length_bytes, most=len(wanted))
+            targets = self._buffers(start, start + head.blocks)
+            for target, expected, origin in zip(targets, head.checksums, head.origins, strict=True):
+                if len(target):
+                    answer.read_into(memoryview(target))  # type: ignore[arg-type]  # an array is a buffer
+                if checksum(target) != expected:
+                    self._note_corrupt()
+                    return MissReason.CORRUPT
+                self._checksums.append(expected)
+                self._origins.append(origin)
+            return head.reason if head.blocks == len(wanted) else head.reason or MissReason.UNAVAILABLE
+
+        return read
+
+    def result(self, reason: MissReason | None) -> FetchResult:
+        """Return the result of the call."""
+        return FetchResult(self.blocks, tuple(self._origins), tuple(self._checksums), reason)
+
+
+class Putting:
+    """What a put has achieved so far; the rest counts as dropped."""
+
+    def __init__(self, blocks: int) -> None:
+        self._blocks = blocks
+        self._stored = 0
+        self._present = 0
+        self._doubtful: list[int] = []
+        self.num_known = 0
+        self.has_dropped = False
+
+    def note_present(self, count: int) -> None:
+        """Note leading blocks that are stored already."""
+        self.num_known += count
+        self._present += count
+
+    def note(self, result: PutResult, count: int) -> None:
+        """Note what became of the next ``count`` blocks."""
+        self._doubtful += [self.num_known + at for at in result.doubtful]
+        self.num_known += count
+        self._stored += result.stored
+        self._present += result.present
+        self.has_dropped = result.dropped > 0
+
+    def result(self) -> PutResult:
+        """Return the result of the call."""
+        doubtful = (*self._doubtful, *range(self.num_known, self._blocks))
+        return PutResult(self._stored, self._present, self._blocks - self._stored - self._present, doubtful)
 
 
 def sums_until_wrong(payloads: Sequence[Bytes], expected: Sequence[int] | None) -> list[int]:

@@ -111,6 +111,9 @@ class HttpTransport:
                 value = take(answer)
                 is_reusable = answer.finish()
                 return value
+        except ProtocolMismatch:
+            self._state.note_protocol_error()
+            raise
         finally:
             self._give_back(link, is_reusable=is_reusable)
 
