@@ -12,7 +12,14 @@ import numpy.typing as npt
 from kvstore import calls, http_calls
 from kvstore.calls import WINDOW_BYTES, FetchResult
 from kvstore.client_state import AWAY, ClientState, ClientStats, Timeouts
-from kvstore.errors import Forbidden, InvalidRequest, NamespaceNotOpen, ServerUnavailable, Unauthorized
+from kvstore.errors import (
+    Forbidden,
+    InvalidRequest,
+    KVStoreError,
+    NamespaceNotOpen,
+    ServerUnavailable,
+    Unauthorized,
+)
 from kvstore.http_link import HttpAnswer, HttpRequest
 from kvstore.http_transport import HttpTransport
 from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
