@@ -69,6 +69,18 @@ class HttpConfig:
     listen: str = _key(
         "127.0.0.1:8470", Rule("Address that HTTP is served at; port 0: any free one.", Kind.LISTEN)
     )
+    max_connections: int = _key(
+        1024,
+        Rule(
+            "Connections open at a time; more are answered 503. Fewer where the limit on open files is low.",
+            Kind.COUNT,
+            1,
+            65_536,
+        ),
+    )
+    requests_per_s: float = _key(
+        0.0, Rule("Requests a second that each key may begin; 0: no limit.", Kind.RATE, 0, 1_000_000)
+    )
 
     @property
     def host_port(self) -> tuple[str, int]:
