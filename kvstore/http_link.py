@@ -114,7 +114,7 @@ class HttpAnswer:
 class HttpLink:
     """A connection. One call uses it at a time; ``abandon`` may be called from another thread.
 
-    ``has_connected`` says whether it ever reached the server, ``is_abandoned`` that it is not to be used again.
+    ``has_connected`` says whether it ever reached the server, ``is_abandoned`` that it is of no more use.
     """
 
     def __init__(self, address: HttpAddress, lookup: "HostLookup", tls: ssl.SSLContext | None) -> None:
