@@ -61,7 +61,7 @@ class HttpTransport:
         self._address = address
         self._state = state
         self._tls = tls
-        self._headers = {"Host": str(address).partition("://")[2], "User-Agent": "kvstore"}
+        self._headers = {"User-Agent": "kvstore"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._begin()
@@ -179,4 +179,4 @@ def error_of(status: int, body: bytes) -> KVStoreError:
     except (ProtocolMismatch, KeyError, TypeError):
         return ServerUnavailable(f"server: answered {status}, and not in this product's form")
     kind = _ERRORS.get(code, ProtocolMismatch)
-    return kind(f"server: {message}" if kind is not ProtocolMismatch else f"server: {code}: {message}")
+    return kind(message if kind is not ProtocolMismatch else f"server: {code}: {message}")
