@@ -13,18 +13,20 @@ from kvstore.epochs import EpochKeeper
 from kvstore.errors import InvalidRequest
 from kvstore.explain import explain
 from kvstore.garbage import garbage_collection_paused
+from kvstore.granting import Granter
 from kvstore.inspection import check_manager, check_top_copies
-from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
+from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
 from kvstore.loading import Loader
 from kvstore.miss import MissReason
 from kvstore.mover import Mover
 from kvstore.policy import EvictionPolicy, LruPolicy
+from kvstore.presence import find_present
 from kvstore.putting import Putter
 from kvstore.recency import Uses
-from kvstore.results import BlockReport, Fetched, FetchedBlock, LeaseId, Owner, PrefixMatch, Reserved
+from kvstore.results import BlockReport, Fetched, LeaseId, MatchedLease, Owner, PrefixMatch, Reserved
 from kvstore.space import Space
-from kvstore.state import ManagerSettings, State, WriteMode
+from kvstore.state import ManagerSettings, State
 from kvstore.tier import Slot, SlotTier, Tier
 
 logger = logging.getLogger(__name__)
@@ -77,6 +79,7 @@ class BlockManager:
         self._loader = Loader(self._state, self._space, self._mover.write_through)
         self._epochs = EpochKeeper(self._state, self._space, epoch_file)
         self._uses = Uses(self._state)
+        self._granter = Granter(self._state, self._uses, self._mover)
         self._maintenance: list[asyncio.Task[None]] = []
         self._closing: asyncio.Future[None] | None = None
         self._putter = Putter(self._state, self._space, self._mover, self._note_fill)
@@ -174,6 +177,37 @@ class BlockManager:
         state.counters.match.count(len(chain), tiers, reason)
         return PrefixMatch(len(tiers), tuple(tiers), reason)
 
+    async def match_and_lease(
+        self, chain: PrefixChain, *, owner: Owner, part: Part | None = None, timeout_s: float | None = None
+    ) -> MatchedLease:
+        """Match, and lease of the stored leading blocks those that are in the top tier, up to the first that
+        is not.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        found = await self.match(chain, part=part, timeout_s=timeout_s)
+        shelf = self._state.directory.shelf(chain.namespace, part)
+        blocks, lease = self._granter.leading_on_top(owner, shelf, chain[: found.blocks])
+        return MatchedLease(found, blocks, lease)
+
+    async def exists(
+        self,
+        namespace: NamespaceDigest,
+        keys: Sequence[BlockKey],
+        *,
+        part: Part | None = None,
+        timeout_s: float | None = None,
+    ) -> list[bool]:
+        """Say for each key whether its block is stored; any keys of the namespace, in any order.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        shelf = self._state.directory.shelf(namespace, part)
+        deadline_s = self._state.deadline_s(timeout_s)
+        return await find_present(self._state, self._loader, shelf, keys, deadline_s=deadline_s)
+
     async def fetch(
         self,
         chain: PrefixChain,
@@ -198,11 +232,11 @@ class BlockManager:
             return Fetched((), None, MissReason.OTHER_EPOCH)
         on_top = self._all_on_top(shelf, chain)
         if on_top is not None:
-            return self._lease_to(owner, shelf, chain, on_top, [state.top.name] * len(on_top), None)
+            return self._granter.fetched(owner, chain, on_top, [state.top.name] * len(on_top), None)
         with state.holding() as held:
             origins, reason = await self._bring_up(shelf, chain, held, deadline_s)
             entries = [shelf.entries[key] for key in chain.keys[: len(origins)]]
-            fetched = self._lease_to(owner, shelf, chain, entries, origins, reason)
+            fetched = self._granter.fetched(owner, chain, entries, origins, reason)
         self._note_fill()
         return fetched
 
@@ -284,6 +318,23 @@ class BlockManager:
             self._state.counters.leases["stale_releases"] += 1
         for entry in entries or ():
             self._state.note_release(entry)
+
+    def renew(self, lease: LeaseId, *, owner: Owner) -> float:
+        """Have a lease last its full time from now; returns the seconds, 0.0 if there is no such lease."""
+        return self._granter.renew(lease, owner)
+
+    def has_anything(self, owner: Owner) -> bool:
+        """Whether an owner has a lease or a lent slot."""
+        return self._state.leases.has_anything(owner)
+
+    def has_slots(self, slots: Sequence[Slot], *, owner: Owner) -> bool:
+        """Whether slots are lent to an owner whose time for writing into them is not over."""
+        return all(self._state.leases.lent(owner, slot) is not None for slot in slots)
+
+    @property
+    def lease_s(self) -> float:
+        """Seconds that a lease lasts which is neither renewed nor released."""
+        return self._state.settings.lease_s
 
     def release_owner(self, owner: Owner) -> None:
         """End an owner and everything it has: leases end, unnamed slots are freed."""
@@ -374,6 +425,7 @@ class BlockManager:
         return {
             "tiers": {tier.name: self._occupancy(tier) for tier in state.all_tiers()},
             "live_leases": state.leases.num_leases,
+            "overdue_slots": state.leases.num_overdue,
             "owners": state.leases.num_owners,
             "loads": self._loader.num_loads,
             "epochs": state.directory.epochs(),
@@ -469,59 +521,6 @@ class BlockManager:
             entries.append(entry)
         return entries
 
-    def _lease_to(
-        self,
-        owner: Owner,
-        shelf: Shelf,
-        chain: PrefixChain,
-        entries: Sequence[BlockEntry],
-        origins: list[str],
-        reason: MissReason | None,
-    ) -> Fetched:
-        """Lease READY leading blocks to whoever asked for a chain, and count how its lookups ended."""
-        state = self._state
-        blocks: tuple[FetchedBlock, ...] = ()
-        lease = None
-        if entries and not state.leases.is_live(owner):
-            entries, origins, reason = [], [], MissReason.UNAVAILABLE
-        within = self._within_pin_budget(entries)
-        if within < len(entries):
-            entries, origins, reason = entries[:within], origins[:within], MissReason.QUOTA
-        if entries:
-            lease = state.leases.grant(owner, entries, state.clock() + state.settings.lease_s)
-            blocks = tuple(map(self._fetched, entries, origins))
-        self._note_use(entries)
-        state.counters.fetch.count(len(chain), origins, reason)
-        return Fetched(blocks, lease, reason)
-
-    def _within_pin_budget(self, entries: Sequence[BlockEntry]) -> int:
-        """How many of these leading blocks their namespace may lease now."""
-        state = self._state
-        ratio = state.settings.pin_budget_ratio
-        if ratio >= 1.0 or not entries:
-            return len(entries)
-        left = ratio * state.top.capacity_bytes - state.leases.leased_bytes(entries[0].shelf.namespace)
-        for index, entry in enumerate(entries):
-            left -= 0 if entry.leases else entry.length_bytes
-            if left < 0:
-                return index
-        return len(entries)
-
-    def _note_use(self, entries: Sequence[BlockEntry]) -> None:
-        state = self._state
-        names = [entry.name for entry in entries]
-        for policy in state.policies.values():
-            policy.touch(names)
-        self._uses.note(entries)
-        if state.settings.write_mode is WriteMode.SECOND_HIT:
-            self._mover.write_through(entries)
-
-    def _fetched(self, entry: BlockEntry, origin: str) -> FetchedBlock:
-        copy = entry.copies[self._state.top.name]
-        assert copy.slot is not None, "a READY copy in the top tier has no slot"
-        generation = self._state.top.generation(copy.slot)
-        return FetchedBlock(copy.slot, generation, entry.length_bytes, copy.checksum, origin)
-
     def _take_effect(self, entries: Sequence[BlockEntry], slots: Sequence[Slot]) -> None:
         for entry in entries:
             self._state.note_release(entry)
@@ -557,7 +556,11 @@ class BlockManager:
                 self._state.beliefs[tier.name].clear()
 
     def expire(self) -> None:
-        """End leases and lendings that are past their deadline; runs by itself several times a second."""
-        entries, slots = self._state.leases.expire(self._state.clock())
-        self._state.counters.leases["expired"] += len(entries) + len(slots)
-        self._take_effect(entries, slots)
+        """End leases and lendings that are past their deadline; runs by itself several times a second.
+
+        A lent slot past its deadline cannot be committed any more; it is freed when it is returned, or with
+        its owner.
+        """
+        entries, num_overdue = self._state.leases.expire(self._state.clock())
+        self._state.counters.leases["expired"] += len(entries) + num_overdue
+        self._take_effect(entries, ())

@@ -12,31 +12,40 @@ from kvstore.answers import (
     Done,
     Failed,
     FailureCode,
+    Leased,
     Lent,
     LentSlot,
     Matched,
+    Presence,
     Ready,
     ReadySlot,
+    Renewed,
     Report,
     Welcome,
 )
 from kvstore.errors import ProtocolMismatch
-from kvstore.message_fields import ChainRef, TierNames, timeout_us
+from kvstore.message_fields import ChainRef, KeySet, TierNames, timeout_us
 from kvstore.requests import (
     AdvanceEpoch,
     Check,
     Commit,
     Demote,
     Drop,
+    Exists,
     Fetch,
     Flush,
     Hello,
+    HelloReader,
+    LeaseChain,
     ListNamespaces,
     Match,
+    MatchAndLease,
     OpenNamespace,
     Ping,
     Prefetch,
     Release,
+    Renew,
+    ReportDamage,
     Reserve,
     ReturnSlots,
     Stats,
@@ -65,8 +74,16 @@ Request: TypeAlias = (
     | Demote
     | AdvanceEpoch
     | ListNamespaces
+    | Exists
+    | LeaseChain
+    | MatchAndLease
+    | Renew
+    | ReportDamage
+    | HelloReader
 )
-Answer: TypeAlias = Welcome | Done | Count | Matched | Ready | Lent | Report | Failed
+Answer: TypeAlias = (
+    Welcome | Done | Count | Matched | Ready | Lent | Report | Presence | Leased | Renewed | Failed
+)
 
 _REQUESTS: dict[int, type[Request]] = {
     kind.KIND: kind
@@ -89,10 +106,17 @@ _REQUESTS: dict[int, type[Request]] = {
         Demote,
         AdvanceEpoch,
         ListNamespaces,
+        Exists,
+        LeaseChain,
+        MatchAndLease,
+        Renew,
+        ReportDamage,
+        HelloReader,
     )
 }
 _ANSWERS: dict[int, type[Answer]] = {
-    kind.KIND: kind for kind in (Welcome, Done, Count, Matched, Ready, Lent, Report, Failed)
+    kind.KIND: kind
+    for kind in (Welcome, Done, Count, Matched, Ready, Lent, Report, Presence, Leased, Renewed, Failed)
 }
 
 
@@ -137,23 +161,33 @@ __all__ = [
     "Demote",
     "Done",
     "Drop",
+    "Exists",
     "Failed",
     "FailureCode",
     "Fetch",
     "Flush",
     "Hello",
+    "HelloReader",
+    "KeySet",
+    "LeaseChain",
+    "Leased",
     "Lent",
     "LentSlot",
     "ListNamespaces",
     "Match",
+    "MatchAndLease",
     "Matched",
     "OpenNamespace",
     "Ping",
     "Prefetch",
+    "Presence",
     "Ready",
     "ReadySlot",
     "Release",
+    "Renew",
+    "Renewed",
     "Report",
+    "ReportDamage",
     "Request",
     "Reserve",
     "ReturnSlots",

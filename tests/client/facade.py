@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from kvstore import AsyncKVStore, KVStore, Namespace
+from kvstore import AsyncKVStore, KVStore
 
 
 class SyncFace:
@@ -19,9 +19,6 @@ class SyncFace:
             return await asyncio.to_thread(method, *args, **kwargs)
 
         return call
-
-    def open_namespace(self, namespace: Namespace) -> None:
-        self.client.open_namespace(namespace)
 
     def client_stats(self) -> Any:
         return self.client.client_stats()

@@ -88,7 +88,7 @@ async def test_a_continued_chain_is_found_from_its_beginning(
 
 async def test_blocks_beyond_the_room_are_dropped_from_the_end(client: Face) -> None:
     namespace = Namespace("big", KVLayout.opaque(block_bytes=15 << 18, block_tokens=4))
-    client.open_namespace(namespace)
+    await client.open_namespace(namespace)
     chain = namespace.chain(range(4 * 8))
     payload = np.zeros(8 * (15 << 18), np.uint8)
 
@@ -196,7 +196,7 @@ async def test_another_salt_never_sees_the_blocks(
     client: Face, chain: PrefixChain, payloads: Payloads, namespace: Namespace
 ) -> None:
     other = Namespace(namespace.model, namespace.layout, tenant_salt=b"other")
-    client.open_namespace(other)
+    await client.open_namespace(other)
     await client.put(chain, payloads)
 
     assert (await client.match(other.chain(range(32)))).blocks == 0
@@ -205,7 +205,7 @@ async def test_another_salt_never_sees_the_blocks(
 async def test_parts_of_a_block_are_stored_and_fetched_apart(client: Face) -> None:
     layout = KVLayout("float16", num_layers=4, block_tokens=4, num_kv_heads=2, head_dim=8)
     namespace = Namespace("parts", layout)
-    client.open_namespace(namespace)
+    await client.open_namespace(namespace)
     chain, upper, lower = namespace.chain(range(8)), Part(0, 2, 0, 2), Part(2, 4, 0, 2)
     half = np.arange(2 * layout.part_bytes(upper), dtype=np.uint16).astype(np.uint8)
 
@@ -274,7 +274,7 @@ async def test_an_ended_epoch_is_told_as_the_reason(
 
 
 async def test_namespaces_are_listed_without_their_salts(client: Face, namespace: Namespace) -> None:
-    client.open_namespace(Namespace("secret", namespace.layout, tenant_salt=b"salt"))
+    await client.open_namespace(Namespace("secret", namespace.layout, tenant_salt=b"salt"))
     await client.match(Namespace("secret", namespace.layout, tenant_salt=b"salt").chain(range(64)))
 
     listed = await client.namespaces()

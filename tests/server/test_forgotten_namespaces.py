@@ -38,7 +38,7 @@ async def face(request: pytest.FixtureRequest, server: StoreServer, tmp_path: Pa
             yield SyncFace(client)
     else:
         async with await AsyncKVStore.connect(tmp_path / "kv.sock", timeouts=PATIENT) as connected:
-            connected.open_namespace(NAMESPACE)
+            await connected.open_namespace(NAMESPACE)
             yield connected
 
 
