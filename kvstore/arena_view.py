@@ -132,6 +132,8 @@ class ArenaView:
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if is_prefaulted else 0)
         try:
             mapping = mmap.mmap(fd, file_bytes, flags=flags, prot=protection)
+            # Blocks are prompts: no core dump of server or client holds them.
+            mapping.madvise(mmap.MADV_DONTDUMP)
         except OSError as error:
             raise ProtocolMismatch(
                 f"arena: {file_bytes} bytes cannot be mapped: {error.strerror}: "

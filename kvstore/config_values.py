@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
+from kvstore.secret_source import EXPECTED as SECRET_EXPECTED
+from kvstore.secret_source import SecretSource
+
 SOCKET_PATH_MAX_BYTES = 107
 """Longest path a Unix socket can have on Linux: sun_path holds 108 bytes with its final zero (unix(7))."""
 
@@ -46,8 +49,10 @@ class Kind(enum.Enum):
     FLAG = "true or false"
     CHOICE = "choice"
     NAME = "text"
+    NAMES = "list of texts"
     FOLDER = "path"
-    FOLDERS = "list of paths"
+    FOLDERS = "path or paths"
+    PLACE = "place of a secret"
     SOCKET = "socket path"
     LISTEN = "IP address and port"
     URL = "URL"
@@ -166,6 +171,12 @@ def _read_name(rule: Rule, raw: object) -> str:
     return raw
 
 
+def _read_names(rule: Rule, raw: object) -> tuple[str, ...]:
+    if not isinstance(raw, list | tuple) or len(raw) > _LIST_MAX:
+        raise BadValue(f"is {_shown(raw)}")
+    return tuple(_read_name(rule, item) for item in raw)
+
+
 def _read_folder(rule: Rule, raw: object) -> Path:
     path = Path(_read_name(rule, raw))
     if not path.is_absolute():
@@ -174,9 +185,17 @@ def _read_folder(rule: Rule, raw: object) -> Path:
 
 
 def _read_folders(rule: Rule, raw: object) -> tuple[Path, ...]:
-    if not isinstance(raw, list | tuple) or len(raw) > _LIST_MAX:
+    items = raw if isinstance(raw, list | tuple) else [raw]
+    if not 1 <= len(items) <= _LIST_MAX:
         raise BadValue(f"is {_shown(raw)}")
-    return tuple(item if isinstance(item, Path) else _read_folder(rule, item) for item in raw)
+    return tuple(_read_folder(rule, item) for item in items)
+
+
+def _read_secret(rule: Rule, raw: object) -> SecretSource:
+    try:
+        return SecretSource.parse(raw)
+    except ValueError as error:
+        raise BadValue(str(error)) from None
 
 
 def _read_socket(rule: Rule, raw: object) -> Path:
@@ -205,6 +224,13 @@ def listen_host_port(text: str) -> tuple[str, int]:
     return str(address), int(port)
 
 
+def is_loopback(host: str) -> bool:
+    """Whether an IP address is reached from this machine alone. The wildcard addresses are not."""
+    address = ipaddress.ip_address(host)
+    mapped = address.ipv4_mapped if address.version == 6 else None
+    return (mapped or address).is_loopback
+
+
 def _read_listen(rule: Rule, raw: object) -> str:
     text = _read_name(rule, raw)
     listen_host_port(text)
@@ -220,8 +246,8 @@ def _read_url(rule: Rule, raw: object) -> str:
         raise BadValue("is not a URL (value not shown)") from None
     if "@" in url.netloc or url.password or url.username:
         raise BadValue(
-            "holds a user or a password (value not shown): put the user into username, the password into"
-            " the file named by password_file or the environment variable named by password_env"
+            "holds a user or a password (value not shown): put the user into username, the place of the"
+            " password into password"
         )
     if url.query or url.fragment:
         raise BadValue("holds a query or fragment (value not shown): options are keys of this section")
@@ -257,8 +283,10 @@ _READERS = {
     Kind.FLAG: _read_flag,
     Kind.CHOICE: _read_choice,
     Kind.NAME: _read_name,
+    Kind.NAMES: _read_names,
     Kind.FOLDER: _read_folder,
     Kind.FOLDERS: _read_folders,
+    Kind.PLACE: _read_secret,
     Kind.SOCKET: _read_socket,
     Kind.LISTEN: _read_listen,
     Kind.URL: _read_url,
@@ -266,8 +294,10 @@ _READERS = {
 _EXPECTED = {
     Kind.FLAG: "true or false",
     Kind.NAME: f"printable text of 1 to {_TEXT_MAX_BYTES} bytes",
+    Kind.NAMES: f"a list of at most {_LIST_MAX} printable texts",
     Kind.FOLDER: "an absolute path",
-    Kind.FOLDERS: f"a list of absolute paths, at most {_LIST_MAX}",
+    Kind.FOLDERS: f"an absolute path, or a list of 1 to {_LIST_MAX} of them",
+    Kind.PLACE: SECRET_EXPECTED,
     Kind.SOCKET: f"an absolute path of at most {SOCKET_PATH_MAX_BYTES} bytes",
     Kind.LISTEN: 'an IP address and a port like "127.0.0.1:8470" or "[::1]:8470"',
     Kind.URL: (

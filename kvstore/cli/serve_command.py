@@ -5,6 +5,7 @@ import asyncio
 import json
 import logging
 import os
+import resource
 import signal
 
 from kvstore.config import Config, load_config
@@ -31,6 +32,8 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     config = load_config(args.config)
+    # A core dump would hold prompts, passwords and the tenants' salts.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.basicConfig(
         level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from kvstore.doors import Doors
 from kvstore.errors import InvalidConfig
 from kvstore.http.counters import HttpCounters
 from kvstore.http.dispatch import Dispatcher
-from kvstore.http.doors import Doors
 from kvstore.http.guard import Guard
 from kvstore.http.limits import Limits
 from kvstore.http.openapi import openapi_document
@@ -58,20 +58,20 @@ class HttpFace:
         lease_s: float = 30.0,
         server_stats: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
-        doors = doors or Doors()
+        self._doors = doors or Doors(None, None)
         self._limits = limits or Limits()
         self._service = HttpService(
             manager=manager,
             top=top,
-            tenancy=doors.tenancy,
+            tenancy=self._doors.tenancy,
             limits=self._limits,
             lease_s=lease_s,
             server_stats=server_stats,
+            gate_stats=self._doors.gate.counters.as_dict,
             document=openapi_document(),
         )
-        self._dispatcher = Dispatcher(self._service, doors.keyring)
+        self._dispatcher = Dispatcher(self._service, self._doors.gate)
         self._host_port = host_port
-        self._tls = doors.tls
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._server: web.Server | None = None
@@ -92,7 +92,7 @@ class HttpFace:
         """Where it is reached; only while it listens."""
         assert self._listener is not None, "http: not listening"
         host, port = self._listener.getsockname()[:2]
-        scheme = "http" if self._tls is None else "https"
+        scheme = "http" if self._doors.tls is None else "https"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     async def listen(self) -> None:
@@ -102,6 +102,7 @@ class HttpFace:
             InvalidConfig: the address cannot be used.
         """
         self._listener = _listening_socket(*self._host_port)
+        self._doors.start()
         self._server = web.Server(
             self._answer,
             handler_cancellation=True,
@@ -134,6 +135,7 @@ class HttpFace:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+        self._doors.stop()
         await self._end_connections()
         service.callers.end()
         await service.late_work.close(patience_s=_LATE_S)
@@ -198,8 +200,8 @@ class HttpFace:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: guard,
                 sock,
-                ssl=None if self._tls is None else self._tls(),
-                ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE_S,
+                ssl=None if self._doors.tls is None else self._doors.tls(),
+                ssl_handshake_timeout=None if self._doors.tls is None else _HANDSHAKE_S,
             )
         except OSError:
             sock.close()
@@ -218,7 +220,7 @@ class HttpFace:
             self._limits.max_connections,
         )
         with contextlib.suppress(OSError):
-            if self._tls is None:
+            if self._doors.tls is None:
                 sock.send(_FULL)
                 sock.shutdown(socket.SHUT_WR)
                 sock.recv(_MAX_HEADER_BYTES)  # what lies unread at close makes the answer be thrown away
