@@ -14,6 +14,8 @@ from kvstore.errors import (
     TierFull,
     TierUnavailable,
     TimedOut,
+    TooManyFailures,
+    Unauthorized,
 )
 
 
@@ -70,6 +72,8 @@ _CODES: tuple[tuple[type[KVStoreError], ErrorCode], ...] = (
     (InvalidRequest, ErrorCode.BAD_REQUEST),
     (InvalidLayout, ErrorCode.BAD_REQUEST),
     (InvalidTokens, ErrorCode.BAD_REQUEST),
+    (TooManyFailures, ErrorCode.TOO_MANY_REQUESTS),
+    (Unauthorized, ErrorCode.UNAUTHORIZED),
     (Forbidden, ErrorCode.FORBIDDEN),
     (TierFull, ErrorCode.UNAVAILABLE),
     (TierUnavailable, ErrorCode.UNAVAILABLE),
@@ -112,4 +116,9 @@ def refusal_of(error: KVStoreError) -> Refused:
     if code is ErrorCode.UNKNOWN_NAMESPACE:
         return unknown_namespace()
     message = "the server failed: its log says why" if code is ErrorCode.INTERNAL else str(error)
-    return Refused(code, message)
+    headers = {}
+    if isinstance(error, TooManyFailures):
+        headers["Retry-After"] = str(error.wait_s)
+    elif isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    return Refused(code, message, headers=headers)

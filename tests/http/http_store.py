@@ -10,8 +10,8 @@ import aiohttp
 import numpy as np
 
 from kvstore.checksum import checksum
+from kvstore.doors import Doors
 from kvstore.http import HttpFace, Limits
-from kvstore.http.doors import Doors
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.manager import BlockManager
@@ -151,7 +151,12 @@ async def http_store(*lower, blocks=64, limits=None, doors=None, is_started=True
     dram = DramTier(capacity_bytes=blocks * BLOCK_BYTES)
     manager = BlockManager(dram, lower, settings=ManagerSettings(timeout_s=5.0, lease_s=lease_s, **settings))
     face = HttpFace(
-        manager, dram, ("127.0.0.1", 0), limits=limits or Limits(), doors=doors or Doors(), lease_s=lease_s
+        manager,
+        dram,
+        ("127.0.0.1", 0),
+        limits=limits or Limits(),
+        doors=doors or Doors(None, None),
+        lease_s=lease_s,
     )
     await face.listen()
     await manager.open()
