@@ -1,6 +1,7 @@
 """AsyncKVStore: the asyncio client of a store."""
 
 import asyncio
+import functools
 import os
 import time
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from kvstore.held import AsyncLease, AsyncReservation, LeasedMatch
 from kvstore.keys import BlockKey, Namespace, PrefixChain
 from kvstore.layout import Part
 from kvstore.results import BlockReport, PrefixMatch, PutResult
-from kvstore.server_address import parse_address
+from kvstore.server_address import parse_address, parse_http_address, refuse_http_options
 from kvstore.transfer import Buffer
 
 T = TypeVar("T")
@@ -64,17 +65,31 @@ class AsyncKVStore:
         timeout_s: float | None = None,
         timeouts: Timeouts | None = None,
         is_read_only: bool = False,
-    ) -> Self:
-        """Return a client of the server at ``unix:/path`` (or a plain path).
+        api_key: str | None = None,
+        tls_folder: str | os.PathLike[str] | None = None,
+    ) -> "AsyncKVStore":
+        """Return a client of the server at ``unix:/path`` (or a plain path), ``http://`` or ``https://host:port``.
 
         The server need not be there yet: until it is, everything is a miss. ``timeout_s`` is the time of
         every call of the data path; ``timeouts`` gives each kind its own. A client that ``is_read_only``
-        can change nothing in the store, and has no writable mapping of its memory.
+        can change nothing in the store, and has no writable mapping of its memory. Over HTTP ``api_key`` says
+        who calls; ``tls_folder`` may hold ``ca.crt``, the authorities trusted (else the system's), and
+        ``tls.crt`` and ``tls.key``, shown to a server that asks for a certificate.
 
         Raises:
             InvalidConfig: the address is malformed or too long, or a timeout is not positive.
         """
         times = (timeouts or Timeouts()).for_data(timeout_s)
+        where = parse_http_address(address)
+        if where is not None:
+            # Imported here because that client is made of this one.
+            from kvstore.http_client import AsyncHttpKVStore
+
+            folder = None if tls_folder is None else Path(tls_folder)
+            make = functools.partial(AsyncHttpKVStore, where, api_key=api_key, timeouts=times)
+            # Certificates are files.
+            return await asyncio.to_thread(make, tls_folder=folder, is_read_only=is_read_only)
+        refuse_http_options(api_key, tls_folder)
         return cls(parse_address(address), timeouts=times, is_read_only=is_read_only)
 
     async def __aenter__(self) -> Self:

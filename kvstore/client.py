@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 import numpy as np
@@ -17,7 +18,7 @@ from kvstore.layout import Part
 from kvstore.link import Dial, Link, unix_dial
 from kvstore.link_pool import LinkPool
 from kvstore.results import BlockReport, PrefixMatch, PutResult
-from kvstore.server_address import parse_address
+from kvstore.server_address import parse_address, parse_http_address, refuse_http_options
 from kvstore.session import CallSession, follow
 from kvstore.shared_link import SharedLink
 from kvstore.transfer import Buffer
@@ -65,18 +66,32 @@ class KVStore:
         timeout_s: float | None = None,
         timeouts: Timeouts | None = None,
         is_read_only: bool = False,
-    ) -> Self:
-        """Return a client of the server at ``unix:/path`` (or a plain path).
+        api_key: str | None = None,
+        tls_folder: str | os.PathLike[str] | None = None,
+    ) -> "KVStore":
+        """Return a client of the server at ``unix:/path`` (or a plain path), ``http://`` or ``https://host:port``.
 
         The server need not be there yet: until it is, everything is a miss. ``timeout_s`` is the time of
         every call of the data path; ``timeouts`` gives each kind its own. A client that ``is_read_only``
-        can change nothing in the store, and has no writable mapping of its memory.
+        can change nothing in the store, and has no writable mapping of its memory. Over HTTP ``api_key`` says
+        who calls; ``tls_folder`` may hold ``ca.crt``, the authorities trusted (else the system's), and
+        ``tls.crt`` and ``tls.key``, shown to a server that asks for a certificate.
 
         Raises:
             InvalidConfig: the address is malformed or too long, or a timeout is not positive.
         """
-        path = parse_address(address)
         times = (timeouts or Timeouts()).for_data(timeout_s)
+        where = parse_http_address(address)
+        if where is not None:
+            # Imported here because that client is made of this one.
+            from kvstore.http_client import HttpKVStore
+
+            folder = None if tls_folder is None else Path(tls_folder)
+            return HttpKVStore(
+                where, api_key=api_key, tls_folder=folder, timeouts=times, is_read_only=is_read_only
+            )
+        path = parse_address(address)
+        refuse_http_options(api_key, tls_folder)
         return cls(unix_dial(path), timeouts=times, is_read_only=is_read_only)
 
     @classmethod

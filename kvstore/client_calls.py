@@ -105,18 +105,7 @@ class ClientCalls:
         timeout_s: float | None,
     ) -> Call[list[bool]]:
         """Ask which of any blocks are stored."""
-        if isinstance(blocks, PrefixChain):
-            self._state.length_bytes(blocks, part)
-            digest, keys = blocks.namespace, blocks.keys
-        else:
-            if namespace is None:
-                raise InvalidRequest("exists: keys that are no chain need the namespace they are of")
-            digest, keys = namespace.digest, tuple(blocks)
-            if any(len(key) != KEY_BYTES for key in keys):
-                raise InvalidRequest(f"exists: a key has {KEY_BYTES} bytes")
-        layout = self._state.namespace(digest).layout
-        if part is not None:
-            layout.part_bytes(part)
+        digest, keys = self._named(blocks, namespace, part)
 
         def none(error: KVStoreError) -> list[bool]:
             self._state.note_away(error)
@@ -128,6 +117,23 @@ class ClientCalls:
             digest,
             none,
         )
+
+    def _named(
+        self, blocks: PrefixChain | Sequence[BlockKey], namespace: Namespace | None, part: Part | None
+    ) -> tuple[NamespaceDigest, tuple[BlockKey, ...]]:
+        """Return the namespace and the keys that an ``exists`` is about."""
+        if isinstance(blocks, PrefixChain):
+            self._state.length_bytes(blocks, part)
+            return blocks.namespace, blocks.keys
+        if namespace is None:
+            raise InvalidRequest("exists: keys that are no chain need the namespace they are of")
+        keys = tuple(blocks)
+        if any(len(key) != KEY_BYTES for key in keys):
+            raise InvalidRequest(f"exists: a key has {KEY_BYTES} bytes")
+        layout = self._state.namespace(namespace.digest).layout
+        if part is not None:
+            layout.part_bytes(part)
+        return namespace.digest, keys
 
     def fetch_into(
         self, chain: PrefixChain, buffers: Buffer, *, part: Part | None, timeout_s: float | None

@@ -76,6 +76,7 @@ class ClientState:
         self.clock = clock
         self._lock = threading.Lock()
         self._namespaces: dict[NamespaceDigest, Namespace] = {}
+        self._public: set[NamespaceDigest] = set()
         self._stats = ClientStats()
         self._instance: bytes | None = None
         self._pause_s = 0.0
@@ -85,6 +86,15 @@ class ClientState:
         """Make a namespace's chains usable in this client."""
         with self._lock:
             self._namespaces[namespace.digest] = namespace
+
+    def note_public(self, digest: NamespaceDigest) -> None:
+        """Remember that a namespace was opened as one that tenants share."""
+        with self._lock:
+            self._public.add(digest)
+
+    def is_public(self, digest: NamespaceDigest) -> bool:
+        """Whether a namespace was opened as one that tenants share."""
+        return digest in self._public
 
     def namespace(self, digest: NamespaceDigest) -> Namespace:
         """Return an open namespace. Raises InvalidRequest if it is not open."""

@@ -5,37 +5,72 @@ answer that is not of the documented form raises ProtocolMismatch.
 """
 
 import json
+import math
+import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from kvstore.calls import BufferSource, FetchResult
 from kvstore.checksum import checksum
-from kvstore.errors import InvalidLayout, ProtocolMismatch
+from kvstore.errors import InvalidLayout, InvalidRequest, ProtocolMismatch
+from kvstore.holding_calls import Grant
 from kvstore.http_link import HttpAnswer, HttpRequest, Piece, json_object
-from kvstore.keys import Namespace, PrefixChain
+from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import KVLayout, Part
 from kvstore.miss import MissReason
 from kvstore.results import BlockReport, PrefixMatch, PutResult
 from kvstore.transfer import Bytes
 
+T = TypeVar("T")
+
+_LEASE_NAME = re.compile("[0-9a-f]{32}")
 _HEAD_LENGTH = struct.Struct("<I")
 _HEAD_MAX_BYTES = 1 << 20
 _MAX_TIMEOUT_S = 60.0
 _PAYLOAD_TYPE = {"Content-Type": "application/octet-stream"}
 
 
+class _NoArena:
+    """What a lease over HTTP has in place of shared memory: nothing of it can be looked at."""
+
+    def slot(self, offset: int, length_bytes: int) -> memoryview:
+        """Refuse."""
+        raise InvalidRequest("lease: over HTTP there is no shared memory")
+
+    def generation(self, offset: int) -> int:
+        """Refuse."""
+        raise InvalidRequest("lease: over HTTP there is no shared memory")
+
+
+class _NoConnection:
+    """A lease over HTTP is the caller's, and ends with no connection."""
+
+    @property
+    def is_lost(self) -> bool:
+        """False."""
+        return False
+
+
+_NO_CONNECTION = _NoConnection()
+
+
 def chain_values(
     chain: PrefixChain, part: Part | None, *, is_placed: bool = True
 ) -> dict[str, Any]:  # Any: JSON
-    """Return the members of a request that name blocks, and their place where it matters."""
-    values: dict[str, Any] = {
-        "namespace": chain.namespace.hex(),
-        "keys": [key.hex() for key in chain.keys],
-    }
-    if is_placed and chain.parent is not None:
+    """Return the members of a request that name blocks and their place in their sequence."""
+    values = key_values(chain.namespace, chain.keys, part)
+    if chain.parent is not None:
         values |= {"start": chain.start, "parent": chain.parent.hex()}
+    return values
+
+
+def key_values(
+    namespace: NamespaceDigest, keys: Sequence[BlockKey], part: Part | None
+) -> dict[str, Any]:  # Any: JSON
+    """Return the members of a request that name blocks, but not their place in a sequence."""
+    values: dict[str, Any] = {"namespace": namespace.hex(), "keys": [key.hex() for key in keys]}
     if part is not None:
         values["part"] = list(part)
     return values
@@ -78,11 +113,54 @@ def opened_namespace(asked: Namespace, answer: HttpAnswer) -> Namespace:
 
 def read_match(chain: PrefixChain, answer: HttpAnswer) -> PrefixMatch:
     """Return how many leading blocks are stored, and where."""
-    told = answer.json()
+    return _match(chain, answer.json())
+
+
+def _match(chain: PrefixChain, told: Mapping[str, Any]) -> PrefixMatch:  # Any: JSON
     tiers = tuple(_texts(told, "tiers"))
     if len(tiers) != _count(told, "blocks") or len(tiers) > len(chain):
         raise ProtocolMismatch(f"http: {len(tiers)} blocks match a chain of {len(chain)}")
     return PrefixMatch(len(tiers), tiers, read_reason(told))
+
+
+def read_leased_match(
+    chain: PrefixChain, part: Part | None, answer: HttpAnswer, now_s: float
+) -> tuple[PrefixMatch, Grant]:
+    """Return what is stored, and the lease on the leading blocks of that which are in memory.
+
+    ``now_s`` is when the lease was asked for: it lasts from then at least.
+    """
+    told = answer.json()
+    found = _match(chain, told)
+    name = told.get("lease")
+    if name is None:
+        return found, Grant(chain[:0], part, found.reason)
+    leased, lease_s = _count(told, "leased"), _seconds(told, "lease_s")
+    if not isinstance(name, str) or not _LEASE_NAME.fullmatch(name) or leased > found.blocks:
+        raise ProtocolMismatch("http: a lease is malformed")
+    return found, Grant(
+        chain[:leased],
+        part,
+        found.reason,
+        lease=int(name, 16),
+        tiers=found.tiers[:leased],
+        deadline_s=now_s + lease_s,
+        arena=_NoArena(),
+        connection=_NO_CONNECTION,
+    )
+
+
+def lease_path(lease: int) -> str:
+    """Return the path of a lease."""
+    return f"/v1/leases/{lease:032x}"
+
+
+def unless_ended(ask: Callable[[], T], otherwise: T) -> T:
+    """Ask something of a lease; returns ``otherwise`` if the server does not know it any more."""
+    try:
+        return ask()
+    except InvalidRequest:
+        return otherwise
 
 
 def read_reason(told: Mapping[str, Any]) -> MissReason | None:  # Any: JSON
@@ -97,6 +175,16 @@ def read_reason(told: Mapping[str, Any]) -> MissReason | None:  # Any: JSON
 def read_count(name: str) -> Callable[[HttpAnswer], int]:
     """Return a reader of one number."""
     return lambda answer: _count(answer.json(), name)
+
+
+def read_seconds(name: str) -> Callable[[HttpAnswer], float]:
+    """Return a reader of one duration."""
+    return lambda answer: _seconds(answer.json(), name)
+
+
+def read_nothing(answer: HttpAnswer) -> None:
+    """Read an answer that says no more than that it came."""
+    answer.json()
 
 
 def read_flag(name: str) -> Callable[[HttpAnswer], bool]:
@@ -304,6 +392,13 @@ def _count(told: Mapping[str, Any], name: str) -> int:  # Any: JSON
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ProtocolMismatch(f"http: {name} is no count")
     return value
+
+
+def _seconds(told: Mapping[str, Any], name: str) -> float:  # Any: JSON
+    value = told.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ProtocolMismatch(f"http: {name} is no duration")
+    return float(value)
 
 
 def _flag(value: object) -> bool:

@@ -15,9 +15,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self, TypeAlias
 
-from kvstore.errors import ProtocolMismatch, ServerUnavailable, TimedOut
+from kvstore.errors import InvalidConfig, ProtocolMismatch, ServerUnavailable, TimedOut
 from kvstore.server_address import HttpAddress
 
 Piece: TypeAlias = "bytes | memoryview"
@@ -272,17 +273,28 @@ class HostLookup:
             found.set_result([(family, where) for family, _, _, _, where in places])
 
 
-def client_context(ca_file: str | None, cert_file: str | None, key_file: str | None) -> ssl.SSLContext:
+def client_context(folder: Path | None) -> ssl.SSLContext:
     """Return what encrypts connections: the server's certificate is checked, its name too. Blocks on files.
 
+    ``folder`` holds PEM files: ``ca.crt``, the authorities trusted (absent: the system's), and ``tls.crt``
+    and ``tls.key``, shown to a server that asks for a certificate.
+
     Raises:
-        OSError: a file cannot be read, or is no certificate or key (ssl.SSLError).
+        InvalidConfig: a file cannot be read, or is no certificate or key, or the folder has none of them.
     """
-    context = ssl.create_default_context(cafile=ca_file)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.sslsocket_class = _TimedTlsSocket
-    if cert_file is not None:
-        context.load_cert_chain(cert_file, key_file)
+    authorities, certificate = (None, None) if folder is None else (folder / "ca.crt", folder / "tls.crt")
+    try:
+        has_authorities = authorities is not None and authorities.is_file()
+        context = ssl.create_default_context(cafile=authorities if has_authorities else None)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.sslsocket_class = _TimedTlsSocket
+        if certificate is not None and folder is not None:
+            if certificate.is_file():
+                context.load_cert_chain(certificate, folder / "tls.key")
+            elif not has_authorities:
+                raise InvalidConfig(f"tls_folder {folder}: there is neither ca.crt nor tls.crt")
+    except OSError as error:  # ssl.SSLError is one
+        raise InvalidConfig(f"tls_folder {folder}: cannot be used: {error.strerror or error}") from error
     return context
 
 

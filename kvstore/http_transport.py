@@ -124,6 +124,18 @@ class HttpTransport:
         if link is not None:
             link.abandon()
 
+    def abandon_all(self) -> None:
+        """Make every call of this process that is under way fail soon."""
+        with self._changed:
+            links = list(self._in_use.values())
+        for link in links:
+            link.abandon()
+
+    def require_open(self) -> None:
+        """Raise InvalidRequest if it is closed."""
+        if self._is_closed:
+            raise InvalidRequest("client: it is closed")
+
     def close(self) -> None:
         """Close every connection; one in use is closed when its call ends. Idempotent."""
         with self._changed:

@@ -65,3 +65,9 @@ def parse_http_address(address: str | os.PathLike[str]) -> HttpAddress | None:
         raise InvalidConfig("address: expected https://host:port and nothing behind it")
     is_tls = url.scheme == "https"
     return HttpAddress(url.hostname, port or (443 if is_tls else 80), is_tls)
+
+
+def refuse_http_options(api_key: str | None, tls_folder: str | os.PathLike[str] | None) -> None:
+    """Raise InvalidConfig if what only an HTTP address takes is given for a socket."""
+    if api_key is not None or tls_folder is not None:
+        raise InvalidConfig("address: api_key and tls_folder go with http:// and https:// addresses only")

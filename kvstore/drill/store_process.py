@@ -32,7 +32,9 @@ def guarded(command: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
-    """The configuration of one store. ``ssd_bytes`` 0: no ssd tier; ``redis_url`` empty: no remote tier."""
+    """The configuration of one store. ``ssd_bytes`` 0: no ssd tier; ``redis_url`` empty: no remote tier;
+    ``http_port`` 0: no HTTP face.
+    """
 
     dram_bytes: int = 16 * MIB
     staging_bytes: int = MIB
@@ -41,6 +43,7 @@ class StoreSettings:
     ssd_folder: Path | None = None
     redis_url: str = ""
     key_prefix: str = "kvstore"
+    http_port: int = 0
 
     def toml(self, socket_path: Path) -> str:
         """Return the configuration file."""
@@ -48,6 +51,8 @@ class StoreSettings:
             f'[server]\nsocket = "{socket_path}"\n[store]\nlease_s = {self.lease_s}\n'
             f"[tiers.dram]\ncapacity_bytes = {self.dram_bytes}\nstaging_bytes = {self.staging_bytes}\n"
         )
+        if self.http_port:
+            text += f'[http]\nlisten = "127.0.0.1:{self.http_port}"\n'
         if self.ssd_bytes:
             text += f'[tiers.ssd]\npath = "{self.ssd_folder}"\ncapacity_bytes = {self.ssd_bytes}\n'
         if self.redis_url:

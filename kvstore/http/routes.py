@@ -105,6 +105,14 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/why", lookups.why, _READ, body=schemas.WHY, result=schemas.WHY_ANSWER),
     Route("POST", "/v1/leases", lookups.lease, _READ, body=schemas.LEASE, result=schemas.MATCH_ANSWER),
     Route(
+        "PUT",
+        "/v1/leases/{lease}",
+        lookups.renew,
+        _READ,
+        {"lease": schemas.LEASE_NAME},
+        result=schemas.RENEW_ANSWER,
+    ),
+    Route(
         "DELETE",
         "/v1/leases/{lease}",
         lookups.release,
