@@ -12,9 +12,17 @@ class StoreProcess(store_process.StoreProcess):
     """``kvstore serve`` with a small dram tier and nothing below it, on a socket in ``folder``."""
 
     def __init__(
-        self, folder: Path, *, dram_bytes: int = 16 * MIB, lease_s: float = 30.0, http_port: int = 0
+        self,
+        folder: Path,
+        *,
+        dram_bytes: int = 16 * MIB,
+        lease_s: float = 30.0,
+        http_port: int = 0,
+        http_more: str = "",
     ) -> None:
-        settings = StoreSettings(dram_bytes=dram_bytes, lease_s=lease_s, http_port=http_port)
+        settings = StoreSettings(
+            dram_bytes=dram_bytes, lease_s=lease_s, http_port=http_port, http_more=http_more
+        )
         super().__init__(folder, settings)
 
     @property

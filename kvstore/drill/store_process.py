@@ -33,7 +33,7 @@ def guarded(command: Sequence[str]) -> list[str]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
     """The configuration of one store. ``ssd_bytes`` 0: no ssd tier; ``redis_url`` empty: no remote tier;
-    ``http_port`` 0: no HTTP face.
+    ``http_port`` 0: no HTTP face; ``http_more`` are further lines of its section.
     """
 
     dram_bytes: int = 16 * MIB
@@ -44,6 +44,7 @@ class StoreSettings:
     redis_url: str = ""
     key_prefix: str = "kvstore"
     http_port: int = 0
+    http_more: str = ""
 
     def toml(self, socket_path: Path) -> str:
         """Return the configuration file."""
@@ -52,7 +53,7 @@ class StoreSettings:
             f"[tiers.dram]\ncapacity_bytes = {self.dram_bytes}\nstaging_bytes = {self.staging_bytes}\n"
         )
         if self.http_port:
-            text += f'[http]\nlisten = "127.0.0.1:{self.http_port}"\n'
+            text += f'[http]\nlisten = "127.0.0.1:{self.http_port}"\n{self.http_more}'
         if self.ssd_bytes:
             text += f'[tiers.ssd]\npath = "{self.ssd_folder}"\ncapacity_bytes = {self.ssd_bytes}\n'
         if self.redis_url:
