@@ -11,7 +11,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from kvstore.auth import LOCAL, Identity, Keyring, Scope
 from kvstore.errors import Forbidden, TooManyFailures, Unauthorized
@@ -39,78 +39,6 @@ class Shown:
 
     def __repr__(self) -> str:
         return f"Shown(peer={self.peer!r})"
-
-
-@dataclass(slots=True)
-class GateCounters:
-    """Requests that a gate let in and turned away; part of the server's stats."""
-
-    admitted: int = 0
-    unauthorized: int = 0
-    forbidden: int = 0
-    too_many_failures: int = 0
-
-    def as_dict(self) -> dict[str, int]:
-        """Return a JSON-ready copy."""
-        return asdict(self)
-
-
-class Gate:
-    """Decides for each request. One thread calls it.
-
-    ``keyring`` returns the keys in force; None: there are none, and the port is on loopback.
-    """
-
-    def __init__(
-        self, keyring: Callable[[], Keyring] | None, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._keyring = keyring
-        self._failures = FailureLimit(clock=clock)
-        self._warning = LimitedWarning(logger, clock=clock)
-        self.counters = GateCounters()
-
-    def admit(self, shown: Shown, needs: Scope | None) -> Identity:
-        """Return who calls; ``needs`` is the scope that the route asks for, None if any caller may.
-
-        Raises:
-            Unauthorized: no key, several, or one that is not known.
-            TooManyFailures: the same, from an address that has sent too many such requests.
-            Forbidden: the key lacks the scope, or a web page sent the request.
-        """
-        identity = self._identify(shown)
-        if needs is not None and not identity.may(needs):
-            self.counters.forbidden += 1
-            raise Forbidden(f"key {identity.name}: lacks the scope {needs.value}")
-        self.counters.admitted += 1
-        return identity
-
-    def _identify(self, shown: Shown) -> Identity:
-        if self._keyring is None:
-            if not _is_of_no_web_page(shown):
-                self.counters.forbidden += 1
-                raise Forbidden(
-                    "request: has an Origin, or a Host that is neither an address nor localhost: where there"
-                    " are no API keys, a web page may have sent it: call the server by its address"
-                )
-            return LOCAL
-        key = _bearer(shown.authorization)
-        identity = None if key is None else self._keyring().identify(key)
-        # A valid key is let in whatever else comes from its address: many callers may share one.
-        if identity is None:
-            self._turn_away(shown.peer)
-            raise Unauthorized("request: needs a known API key: send Authorization: Bearer KEY")
-        return identity
-
-    def _turn_away(self, peer: str) -> None:
-        self._warning.warn("http: a request from %s has no known API key", peer or "an unknown address")
-        wait_s = self._failures.wait_s(peer)
-        if wait_s:
-            self.counters.too_many_failures += 1
-            raise TooManyFailures(
-                f"request: too many without a known API key came from this address: wait {wait_s} s",
-                wait_s=wait_s,
-            )
-        self.counters.unauthorized += 1
 
 
 class FailureLimit:
@@ -141,8 +69,62 @@ class FailureLimit:
             self._buckets.popitem(last=False)
         return 0 if is_within else max(1, math.ceil((1 - left) / self._per_s))
 
-    def __len__(self) -> int:
+    @property
+    def num_peers(self) -> int:
+        """Addresses that are remembered."""
         return len(self._buckets)
+
+
+class Gate:
+    """Decides for each request. One thread calls it.
+
+    ``keyring`` returns the keys in force; None: there are none, and the port is on loopback.
+    """
+
+    def __init__(
+        self, keyring: Callable[[], Keyring] | None, *, failures: FailureLimit | None = None
+    ) -> None:
+        self._keyring = keyring
+        self._failures = FailureLimit() if failures is None else failures
+        self._warning = LimitedWarning(logger)
+
+    def admit(self, shown: Shown, needs: Scope | None) -> Identity:
+        """Return who calls; ``needs`` is the scope that the route asks for, None if any caller may.
+
+        Raises:
+            Unauthorized: no key, several, or one that is not known.
+            TooManyFailures: the same, from an address that has sent too many such requests.
+            Forbidden: the key lacks the scope, or a web page sent the request.
+        """
+        identity = self._identify(shown)
+        if needs is not None and not identity.may(needs):
+            raise Forbidden(f"key {identity.name}: lacks the scope {needs.value}")
+        return identity
+
+    def _identify(self, shown: Shown) -> Identity:
+        if self._keyring is None:
+            if not _is_of_no_web_page(shown):
+                raise Forbidden(
+                    "request: has an Origin, or a Host that is neither an address nor localhost: where there"
+                    " are no API keys, a web page may have sent it: call the server by its address"
+                )
+            return LOCAL
+        key = _bearer(shown.authorization)
+        identity = None if key is None else self._keyring().identify(key)
+        # A valid key is let in whatever else comes from its address: many callers may share one.
+        if identity is None:
+            self._turn_away(shown.peer)
+            raise Unauthorized("request: needs a known API key: send Authorization: Bearer KEY")
+        return identity
+
+    def _turn_away(self, peer: str) -> None:
+        self._warning.warn("http: a request from %s has no known API key", peer or "an unknown address")
+        wait_s = self._failures.wait_s(peer)
+        if wait_s:
+            raise TooManyFailures(
+                f"request: too many without a known API key came from this address: wait {wait_s} s",
+                wait_s=wait_s,
+            )
 
 
 def _network(peer: str) -> str:

@@ -17,7 +17,7 @@ HOST = ("127.0.0.1:8470",)
 
 
 def gate(keyring=KEYS):
-    return Gate(None if keyring is None else lambda: keyring, clock=FakeClock())
+    return Gate(None if keyring is None else lambda: keyring, failures=FailureLimit(clock=FakeClock()))
 
 
 def bearing(key, peer="10.0.0.1"):
@@ -145,12 +145,6 @@ def test_failures_from_one_address_are_limited_and_a_valid_key_from_it_is_not():
 
     assert caught.value.wait_s == 1
     assert guarded.admit(bearing("kvs_read"), Scope.READ).name == "read"
-    assert guarded.counters.as_dict() == {
-        "admitted": 1,
-        "unauthorized": FAILURE_BURST,
-        "forbidden": 0,
-        "too_many_failures": 1,
-    }
 
 
 def test_failures_are_allowed_again_after_a_time():
@@ -189,4 +183,4 @@ def test_the_memory_of_failures_is_bounded():
     for number in range(1000):
         limit.wait_s(f"10.0.{number // 256}.{number % 256}")
 
-    assert len(limit) == 10
+    assert limit.num_peers == 10
