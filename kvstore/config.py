@@ -97,6 +97,18 @@ class HttpConfig:
             Kind.NAMES,
         ),
     )
+    max_connections: int = _key(
+        1024,
+        Rule(
+            "Connections open at a time; more are answered 503. Fewer where the limit on open files is low.",
+            Kind.COUNT,
+            1,
+            65_536,
+        ),
+    )
+    requests_per_s: float = _key(
+        0.0, Rule("Requests a second that each key may begin; 0: no limit.", Kind.RATE, 0, 1_000_000)
+    )
 
     @property
     def host_port(self) -> tuple[str, int]:

@@ -45,6 +45,7 @@ class Kind(enum.Enum):
     DURATION = "seconds"
     COUNT = "integer"
     RATIO = "ratio"
+    RATE = "per second"
     FLAG = "true or false"
     CHOICE = "choice"
     NAME = "text"
@@ -90,7 +91,7 @@ class Rule:
             return f"seconds, {_number(self.low)} to {_number(self.high)}"
         if self.kind is Kind.COUNT:
             return f"an integer, {_number(self.low)} to {_number(self.high)}"
-        if self.kind is Kind.RATIO:
+        if self.kind in (Kind.RATIO, Kind.RATE):
             return f"a number, {_number(self.low)} to {_number(self.high)}"
         if self.kind is Kind.CHOICE:
             return "one of " + ", ".join(f'"{choice}"' for choice in self.choices)
@@ -278,6 +279,7 @@ _READERS = {
     Kind.DURATION: _read_number,
     Kind.COUNT: _read_count,
     Kind.RATIO: _read_number,
+    Kind.RATE: _read_number,
     Kind.FLAG: _read_flag,
     Kind.CHOICE: _read_choice,
     Kind.NAME: _read_name,

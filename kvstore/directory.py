@@ -10,6 +10,7 @@ import enum
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 from kvstore.errors import NamespaceNotOpen
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest
@@ -120,7 +121,7 @@ class BlockEntry:
         return tuple(name for name in self.copies if self.is_ready(name))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Shelf:
     """The blocks of one part of one namespace. Of a stale one (an epoch that is over) none is served."""
 
@@ -153,7 +154,8 @@ class Directory:
 
     def __init__(self, certain_tiers: Sequence[str]) -> None:
         self._certain_tiers = tuple(certain_tiers)
-        self._shelves: dict[tuple[NamespaceDigest, Part], Shelf] = {}
+        # A shelf lives as long as its entries, or whoever looks at it: naming parts costs no memory.
+        self._shelves: WeakValueDictionary[tuple[NamespaceDigest, Part], Shelf] = WeakValueDictionary()
         self._namespaces: OrderedDict[NamespaceDigest, Namespace] = OrderedDict()
         self._by_name: dict[StorageKey, BlockEntry] = {}
         self._gone: OrderedDict[StorageKey, Gone] = OrderedDict()

@@ -330,6 +330,10 @@ class BlockManager:
         """Return the model's epoch: namespaces of an earlier one are not served."""
         return self._state.directory.epoch(model)
 
+    def namespace(self, digest: NamespaceDigest) -> Namespace | None:
+        """Return an open namespace, None if there is none of that digest."""
+        return self._state.directory.namespace(digest)
+
     def namespaces(self) -> list[Namespace]:
         """Return the namespaces that clients opened."""
         return self._state.directory.namespaces()

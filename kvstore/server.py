@@ -57,6 +57,8 @@ class StoreServer:
         self._malformed = LimitedWarning(logger)
         self._refusals = LimitedWarning(logger)
         self.counters = ServerCounters()
+        self.http_url: str | None = None
+        """Where the same store is reached over HTTP, if it is."""
 
     async def listen(self) -> None:
         """Listen on the socket, made with mode 0600, its folder with 0700. A stale socket file is replaced.

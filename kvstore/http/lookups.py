@@ -1,0 +1,112 @@
+"""Operations without payloads: who am I, open, match, exists, prefetch, why, leases."""
+
+from dataclasses import fields
+
+from aiohttp import web
+
+from kvstore.http.refusal import ErrorCode, Refused
+from kvstore.http.schemas import MAX_WHY_BLOCKS
+from kvstore.http.service import Call, json_answer
+from kvstore.http.values import Values
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout
+from kvstore.miss import MissReason
+
+_LAYOUT_NAMES = tuple(field.name for field in fields(KVLayout))
+_TEXT_NAMES = ("weights", "tokenizer", "adapter", "rope")
+
+
+async def identity(call: Call) -> web.StreamResponse:
+    """Say who the caller is."""
+    who = call.identity
+    return json_answer(
+        {"name": who.name, "tenant": who.tenant, "scopes": sorted(scope.value for scope in who.scopes)}
+    )
+
+
+async def open_namespace(call: Call) -> web.StreamResponse:
+    """Make a namespace usable, with the caller's own salt."""
+    values = call.values
+    described = Namespace(
+        model=values.need_text("model"),
+        layout=_layout(values.nested("layout")),
+        tenant_salt=bytes.fromhex(values.text("tenant_salt") or ""),
+        epoch=values.integer("epoch") or 0,
+        **{name: values.text(name) or "" for name in _TEXT_NAMES},
+    )
+    namespace = call.service.tenancy.claim(call.identity, described, is_public=values.flag("public"))
+    digest = call.service.manager.open_namespace(namespace)
+    return json_answer(
+        {
+            "namespace": digest.hex(),
+            "tenant_salt": namespace.tenant_salt.hex(),
+            "block_bytes": namespace.layout.block_bytes,
+        }
+    )
+
+
+async def match(call: Call) -> web.StreamResponse:
+    """Count the leading blocks that are stored, and lease them if that is wanted."""
+    if call.values.flag("lease"):
+        return await lease(call)
+    chain, part = call.chain_and_part()
+    found = await call.service.manager.match(chain, part=part, timeout_s=call.timeout_s)
+    return json_answer({"blocks": found.blocks, "tiers": found.tiers, "reason": _word(found.reason)})
+
+
+async def lease(call: Call) -> web.StreamResponse:
+    """Load the leading blocks that are stored into memory, and lease them there."""
+    service, (chain, part) = call.service, call.chain_and_part()
+    owner = call.caller.owner()
+    wanted_s = call.values.number("lease_s")
+    for_s = service.lease_s if wanted_s is None else min(wanted_s, service.lease_s)
+    fetched = await service.manager.fetch(chain, owner=owner, part=part, timeout_s=call.timeout_s)
+    answer: dict[str, object] = {
+        "blocks": len(fetched.blocks),
+        "tiers": [block.origin for block in fetched.blocks],
+        "reason": _word(fetched.reason),
+        "lease": None,
+    }
+    if fetched.lease is not None:
+        answer |= {"lease": call.caller.keep(fetched.lease, for_s=for_s), "lease_s": for_s}
+    return json_answer(answer)
+
+
+async def release(call: Call) -> web.StreamResponse:
+    """End a lease of the caller's."""
+    if not call.caller.end_lease(call.values.need_text("lease")):
+        raise Refused(ErrorCode.UNKNOWN_LEASE, "lease: it has ended, or is not the caller's")
+    return json_answer({"released": True})
+
+
+async def exists(call: Call) -> web.StreamResponse:
+    """Say of each key on its own whether it is stored."""
+    chain, part = call.chain_and_part()
+    reports = await call.service.manager.why(chain, part=part, timeout_s=call.timeout_s)
+    return json_answer({"present": [report.reason is None for report in reports]})
+
+
+async def prefetch(call: Call) -> web.StreamResponse:
+    """Load the leading blocks that are stored into memory, without a lease."""
+    chain, part = call.chain_and_part()
+    blocks = await call.service.manager.prefetch(chain, part=part, timeout_s=call.timeout_s)
+    return json_answer({"blocks": blocks})
+
+
+async def why(call: Call) -> web.StreamResponse:
+    """Report on every block of a chain."""
+    chain, part = call.chain_and_part()
+    work = call.service.manager.why(chain[:MAX_WHY_BLOCKS], part=part, timeout_s=call.timeout_s)
+    reports = await call.service.late_work.within(work, call.patience_s, "why")
+    return json_answer({"blocks": [report.as_dict() for report in reports]})
+
+
+def _layout(values: Values) -> KVLayout:
+    texts = {name: values.text(name) for name in ("dtype", "order")}
+    given = texts | {name: values.integer(name) for name in _LAYOUT_NAMES if name not in texts}
+    # The schema gives each member the type of its field.
+    return KVLayout(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+
+def _word(reason: MissReason | None) -> str | None:
+    return None if reason is None else reason.value
