@@ -56,7 +56,8 @@ async def serving(
 
 
 def _http_face(config: Config, http: HttpConfig, store: Store, server: StoreServer) -> "HttpFace":
-    # Only a store with such a section needs aiohttp.
+    # Only a store with such a section needs aiohttp and cryptography.
+    from kvstore.doors import Doors
     from kvstore.http import HttpFace, Limits
     from kvstore.http.limits import connection_cap
 
@@ -74,6 +75,7 @@ def _http_face(config: Config, http: HttpConfig, store: Store, server: StoreServ
         store.dram,
         http.host_port,
         limits=limits,
+        doors=Doors.make(http),
         lease_s=config.store.lease_s,
         server_stats=server.counters.as_dict,
     )

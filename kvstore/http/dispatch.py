@@ -4,16 +4,15 @@ The order: path and method, the server's state, where the request comes from, wh
 may, how much it has under way, what it says. Only then is its body read, and only by what it is meant for.
 """
 
-import ipaddress
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import cast
 
 from aiohttp import web
 
-from kvstore.auth import LOCAL, Identity, Keyring
 from kvstore.errors import KVStoreError
+from kvstore.gate import Gate, Shown
 from kvstore.http.body import Body
 from kvstore.http.payloads import Spoilt
 from kvstore.http.refusal import ErrorCode, Refused, refusal_of
@@ -31,11 +30,11 @@ _NUMBER = re.compile(r"-?[0-9]{1,19}(\.[0-9]{1,19})?([eE][-+]?[0-9]{1,2})?")
 
 
 class Dispatcher:
-    """Answers every request of one HTTP face. ``keyring`` returns the keys in force; None: there are none."""
+    """Answers every request of one HTTP face."""
 
-    def __init__(self, service: HttpService, keyring: Callable[[], Keyring | None]) -> None:
+    def __init__(self, service: HttpService, gate: Gate) -> None:
         self._service = service
-        self._keyring = keyring
+        self._gate = gate
         self._router = Router()
         self._failures = LimitedWarning(logger)
 
@@ -73,10 +72,7 @@ class Dispatcher:
                 "server: stopping" if service.is_draining else "server: starting: its tiers are being opened",
                 headers={"Retry-After": "1", "Connection": "close"},
             )
-        identity = self._identify(request)
-        if route.scope is not None and not identity.may(route.scope):
-            raise Refused(ErrorCode.FORBIDDEN, f"key: its scopes do not include {route.scope.value}")
-        caller = service.callers.get(identity)
+        caller = service.callers.get(self._gate.admit(_shown(request), route.scope))
         with caller.request():
             body = Body(request, service.limits, service.counters, service.clock)
             values = _parameters(route, path_values, request)
@@ -85,47 +81,16 @@ class Dispatcher:
             call = Call(service, request, caller, Values(values), body)
             return await cast("Operation", route.operation)(call)  # what the table has for the others
 
-    def _identify(self, request: web.BaseRequest) -> Identity:
-        """Return who sends a request.
 
-        Raises:
-            Refused: its key is missing or unknown; or, where no keys are used, a browser may have been
-                talked into sending it.
-        """
-        if "Origin" in request.headers:
-            raise Refused(ErrorCode.FORBIDDEN, "Origin: browsers are not served")
-        keyring = self._keyring()
-        if keyring is None:
-            _require_literal_host(request.headers.get("Host"))
-            return LOCAL
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        identity = keyring.identify(key.strip())
-        if identity is None or scheme.lower() != "bearer":
-            raise Refused(
-                ErrorCode.UNAUTHORIZED,
-                "Authorization: expected Bearer and a key that this server knows",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-        return identity
-
-
-def _require_literal_host(host: str | None) -> None:
-    """Refuse a host by name other than localhost: a name can be made to mean this machine by anyone.
-
-    Raises:
-        Refused: it is such a name.
-    """
-    if host is None:
-        return
-    name = host.rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
-    if name.lower() == "localhost":
-        return
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        raise Refused(
-            ErrorCode.FORBIDDEN, "Host: without keys the server is asked by IP address or as localhost"
-        ) from None
+def _shown(request: web.BaseRequest) -> Shown:
+    """Return what a request shows of its sender."""
+    headers = request.headers
+    return Shown(
+        authorization=headers.getall("Authorization", ()),
+        host=headers.getall("Host", ()),
+        origin=headers.getall("Origin", ()),
+        peer=request.remote or "",
+    )
 
 
 async def _json_body(body: Body, schema: Schema, max_bytes: int) -> dict[str, object]:

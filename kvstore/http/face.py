@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from kvstore.doors import Doors
 from kvstore.errors import InvalidConfig
 from kvstore.http.counters import HttpCounters
 from kvstore.http.dispatch import Dispatcher
-from kvstore.http.doors import Doors
 from kvstore.http.guard import Guard
 from kvstore.http.limits import Limits
 from kvstore.http.openapi import openapi_document
@@ -58,20 +58,20 @@ class HttpFace:
         lease_s: float = 30.0,
         server_stats: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
-        doors = doors or Doors()
+        self._doors = doors or Doors()
         self._limits = limits or Limits()
         self._service = HttpService(
             manager=manager,
             top=top,
-            tenancy=doors.tenancy,
+            tenancy=self._doors.tenancy,
             limits=self._limits,
             lease_s=lease_s,
             server_stats=server_stats,
             document=openapi_document(),
         )
-        self._dispatcher = Dispatcher(self._service, doors.keyring)
+        self._dispatcher = Dispatcher(self._service, self._doors.gate)
         self._host_port = host_port
-        self._tls = doors.tls
+        self._tls = self._doors.tls
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._server: web.Server | None = None
@@ -114,6 +114,7 @@ class HttpFace:
             max_headers=_MAX_HEADERS,
         )
         self._accepting = asyncio.create_task(self._accept(self._listener), name="http-accept")
+        self._doors.start()
         logger.info("http: listening on %s", self.url)
 
     def start(self) -> None:
@@ -135,6 +136,7 @@ class HttpFace:
             self._listener.close()
             self._listener = None
         await self._end_connections()
+        self._doors.stop()
         service.callers.end()
         await service.late_work.close(patience_s=_LATE_S)
         service.pool.shutdown(wait=False, cancel_futures=True)

@@ -14,6 +14,8 @@ from kvstore.errors import (
     TierFull,
     TierUnavailable,
     TimedOut,
+    TooManyFailures,
+    Unauthorized,
 )
 
 
@@ -70,6 +72,8 @@ _CODES: tuple[tuple[type[KVStoreError], ErrorCode], ...] = (
     (InvalidRequest, ErrorCode.BAD_REQUEST),
     (InvalidLayout, ErrorCode.BAD_REQUEST),
     (InvalidTokens, ErrorCode.BAD_REQUEST),
+    (TooManyFailures, ErrorCode.TOO_MANY_REQUESTS),
+    (Unauthorized, ErrorCode.UNAUTHORIZED),
     (Forbidden, ErrorCode.FORBIDDEN),
     (TierFull, ErrorCode.UNAVAILABLE),
     (TierUnavailable, ErrorCode.UNAVAILABLE),
@@ -112,4 +116,10 @@ def refusal_of(error: KVStoreError) -> Refused:
     if code is ErrorCode.UNKNOWN_NAMESPACE:
         return unknown_namespace()
     message = "the server failed: its log says why" if code is ErrorCode.INTERNAL else str(error)
-    return Refused(code, message)
+    return Refused(code, message, headers=_headers(error))
+
+
+def _headers(error: KVStoreError) -> dict[str, str]:
+    if isinstance(error, TooManyFailures):
+        return {"Retry-After": str(error.wait_s)}
+    return {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}

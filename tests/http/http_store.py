@@ -10,8 +10,8 @@ import aiohttp
 import numpy as np
 
 from kvstore.checksum import checksum
+from kvstore.doors import Doors
 from kvstore.http import HttpFace, Limits
-from kvstore.http.doors import Doors
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.manager import BlockManager
