@@ -11,7 +11,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from kvstore.auth import LOCAL, Identity, Keyring, Scope
 from kvstore.errors import Forbidden, TooManyFailures, Unauthorized
@@ -39,6 +39,20 @@ class Shown:
 
     def __repr__(self) -> str:
         return f"Shown(peer={self.peer!r})"
+
+
+@dataclass(slots=True)
+class GateCounters:
+    """Requests that a gate let in and turned away; part of the stats."""
+
+    admitted: int = 0
+    unauthorized: int = 0
+    forbidden: int = 0
+    too_many_failures: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """Return a JSON-ready copy."""
+        return asdict(self)
 
 
 class FailureLimit:
@@ -87,6 +101,7 @@ class Gate:
         self._keyring = keyring
         self._failures = FailureLimit() if failures is None else failures
         self._warning = LimitedWarning(logger)
+        self.counters = GateCounters()
 
     def admit(self, shown: Shown, needs: Scope | None) -> Identity:
         """Return who calls; ``needs`` is the scope that the route asks for, None if any caller may.
@@ -98,12 +113,15 @@ class Gate:
         """
         identity = self._identify(shown)
         if needs is not None and not identity.may(needs):
+            self.counters.forbidden += 1
             raise Forbidden(f"key {identity.name}: lacks the scope {needs.value}")
+        self.counters.admitted += 1
         return identity
 
     def _identify(self, shown: Shown) -> Identity:
         if self._keyring is None:
             if not _is_of_no_web_page(shown):
+                self.counters.forbidden += 1
                 raise Forbidden(
                     "request: has an Origin, or a Host that is neither an address nor localhost: where there"
                     " are no API keys, a web page may have sent it: call the server by its address"
@@ -121,10 +139,12 @@ class Gate:
         self._warning.warn("http: a request from %s has no known API key", peer or "an unknown address")
         wait_s = self._failures.wait_s(peer)
         if wait_s:
+            self.counters.too_many_failures += 1
             raise TooManyFailures(
                 f"request: too many without a known API key came from this address: wait {wait_s} s",
                 wait_s=wait_s,
             )
+        self.counters.unauthorized += 1
 
 
 def _network(peer: str) -> str:

@@ -56,7 +56,7 @@ async def serving(
 
 
 def _http_face(config: Config, http: HttpConfig, store: Store, server: StoreServer) -> "HttpFace":
-    # Only a store with such a section needs aiohttp and cryptography.
+    # Only a store with such a section needs aiohttp.
     from kvstore.doors import Doors
     from kvstore.http import HttpFace, Limits
     from kvstore.http.limits import connection_cap

@@ -17,7 +17,7 @@ from kvstore.http.payloads import (
     count_whole,
     ready_payloads,
     receive_payload,
-    send_payload,
+    send_payloads,
 )
 from kvstore.http.refusal import ErrorCode, Refused
 from kvstore.http.schema import check, parse_json
@@ -51,17 +51,12 @@ async def fetch(call: Call) -> web.StreamResponse:
             head = _fetch_head(
                 fetched, payloads[:num_whole], reason, length_bytes=namespace.layout.part_bytes(part)
             )
-            return await _send(call, head, payloads[:num_whole])
-
-
-async def _send(call: Call, head: bytes, payloads: Sequence[ReadyPayload]) -> web.StreamResponse:
-    response = payload_answer({}, len(head) + sum(len(payload.view) for payload in payloads))
-    await begin_answer(call, response)
-    await response.write(head)
-    for payload in payloads:
-        await send_payload(call.service, response, payload)
-    await response.write_eof()
-    return response
+            length_bytes = num_whole * namespace.layout.part_bytes(part)
+            response = payload_answer({}, len(head) + length_bytes)
+            await begin_answer(call, response)
+            await response.write(head)
+            await send_payloads(service, response, payloads[:num_whole], (chain, part))
+            return response
 
 
 def _fetch_head(

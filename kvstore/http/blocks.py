@@ -2,7 +2,7 @@
 
 from aiohttp import web
 
-from kvstore.http.payloads import LentPayload, count_whole, ready_payloads, receive_payload, send_payload
+from kvstore.http.payloads import LentPayload, count_whole, ready_payloads, receive_payload, send_payloads
 from kvstore.http.refusal import ErrorCode, Refused
 from kvstore.http.service import CHECKSUM_HEADER, COMMON_HEADERS, Call, chain_of_keys, json_answer
 from kvstore.http.values import Values
@@ -33,8 +33,7 @@ async def get_block(call: Call) -> web.StreamResponse:
             headers = {CHECKSUM_HEADER: f"{payload.checksum:016x}", ORIGIN_HEADER: fetched.blocks[0].origin}
             response = payload_answer(headers, len(payload.view))
             await begin_answer(call, response)
-            await send_payload(service, response, payload)
-            await response.write_eof()
+            await send_payloads(service, response, payloads, (chain, part))
             return response
 
 

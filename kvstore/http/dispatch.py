@@ -30,7 +30,7 @@ _NUMBER = re.compile(r"-?[0-9]{1,19}(\.[0-9]{1,19})?([eE][-+]?[0-9]{1,2})?")
 
 
 class Dispatcher:
-    """Answers every request of one HTTP face."""
+    """Answers every request of one HTTP face; ``gate`` decides who may send it."""
 
     def __init__(self, service: HttpService, gate: Gate) -> None:
         self._service = service
@@ -83,7 +83,6 @@ class Dispatcher:
 
 
 def _shown(request: web.BaseRequest) -> Shown:
-    """Return what a request shows of its sender."""
     headers = request.headers
     return Shown(
         authorization=headers.getall("Authorization", ()),

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Callable, Mapping
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from kvstore.doors import Doors
 from kvstore.errors import InvalidConfig
@@ -16,6 +15,7 @@ from kvstore.http.dispatch import Dispatcher
 from kvstore.http.guard import Guard
 from kvstore.http.limits import Limits
 from kvstore.http.openapi import openapi_document
+from kvstore.http.protocol import MAX_HEADER_BYTES, Protocol
 from kvstore.http.service import HttpService
 from kvstore.log_limit import LimitedWarning
 from kvstore.manager import BlockManager
@@ -25,13 +25,9 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 512
 _ACCEPT_PAUSE_S = 0.1
-_LINGER_S = 2.0
 _HANDSHAKE_S = 10.0
 _END_S = 1.0
 _LATE_S = 2.0
-_MAX_LINE_BYTES = 4096
-_MAX_HEADER_BYTES = 8190
-_MAX_HEADERS = 64
 _FULL_BODY = b'{"error": {"code": "unavailable", "message": "server: too many connections"}}'
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nServer: kvstore\r\nContent-Type: application/json\r\n"
@@ -67,11 +63,11 @@ class HttpFace:
             limits=self._limits,
             lease_s=lease_s,
             server_stats=server_stats,
+            gate_stats=self._doors.gate.counters.as_dict,
             document=openapi_document(),
         )
         self._dispatcher = Dispatcher(self._service, self._doors.gate)
         self._host_port = host_port
-        self._tls = self._doors.tls
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._server: web.Server | None = None
@@ -81,6 +77,7 @@ class HttpFace:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._refusals = LimitedWarning(logger)
+        self._handshakes = LimitedWarning(logger)
 
     @property
     def counters(self) -> HttpCounters:
@@ -92,7 +89,7 @@ class HttpFace:
         """Where it is reached; only while it listens."""
         assert self._listener is not None, "http: not listening"
         host, port = self._listener.getsockname()[:2]
-        scheme = "http" if self._tls is None else "https"
+        scheme = "http" if self._doors.tls is None else "https"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     async def listen(self) -> None:
@@ -102,19 +99,9 @@ class HttpFace:
             InvalidConfig: the address cannot be used.
         """
         self._listener = _listening_socket(*self._host_port)
-        self._server = web.Server(
-            self._answer,
-            handler_cancellation=True,
-            access_log=None,
-            logger=_protocol_logger(self._service.counters),
-            lingering_time=_LINGER_S,
-            auto_decompress=False,
-            max_line_size=_MAX_LINE_BYTES,
-            max_field_size=_MAX_HEADER_BYTES,
-            max_headers=_MAX_HEADERS,
-        )
-        self._accepting = asyncio.create_task(self._accept(self._listener), name="http-accept")
         self._doors.start()
+        self._server = web.Server(self._answer, handler_cancellation=True)
+        self._accepting = asyncio.create_task(self._accept(self._listener), name="http-accept")
         logger.info("http: listening on %s", self.url)
 
     def start(self) -> None:
@@ -135,8 +122,8 @@ class HttpFace:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-        await self._end_connections()
         self._doors.stop()
+        await self._end_connections()
         service.callers.end()
         await service.late_work.close(patience_s=_LATE_S)
         service.pool.shutdown(wait=False, cancel_futures=True)
@@ -194,16 +181,21 @@ class HttpFace:
     async def _open(self, sock: socket.socket) -> None:
         """Give an accepted socket a protocol, after its TLS handshake where there is one."""
         assert self._server is not None, "http: not listening"
-        guard = Guard(self._server(), self._limits, self.counters, on_end=self._note_end)
+        guard = Guard(
+            Protocol(self._server, self.counters), self._limits, self.counters, on_end=self._note_end
+        )
         self._guards[guard.inner] = guard
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: guard,
                 sock,
-                ssl=None if self._tls is None else self._tls(),
-                ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE_S,
+                ssl=None if self._doors.tls is None else self._doors.tls(),
+                ssl_handshake_timeout=None if self._doors.tls is None else _HANDSHAKE_S,
             )
-        except OSError:
+        except OSError as error:
+            if self._doors.tls is not None:
+                self.counters.failed_handshakes += 1
+                self._handshakes.warn("http: a TLS handshake failed: %s", error)
             sock.close()
         finally:
             if not guard.is_made:
@@ -220,10 +212,10 @@ class HttpFace:
             self._limits.max_connections,
         )
         with contextlib.suppress(OSError):
-            if self._tls is None:
+            if self._doors.tls is None:
                 sock.send(_FULL)
                 sock.shutdown(socket.SHUT_WR)
-                sock.recv(_MAX_HEADER_BYTES)  # what lies unread at close makes the answer be thrown away
+                sock.recv(MAX_HEADER_BYTES)  # what lies unread at close makes the answer be thrown away
         sock.close()
 
 
@@ -242,29 +234,3 @@ def _listening_socket(host: str, port: int) -> socket.socket:
             " stop the server that has it"
         ) from error
     return sock
-
-
-class _MalformedRequests(logging.Filter):
-    """Counts requests that are no HTTP, in place of a traceback for each."""
-
-    def __init__(self, counters: HttpCounters) -> None:
-        super().__init__()
-        self._counters = counters
-        self._limited = LimitedWarning(logger)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Let through what is a fault of the server's own."""
-        error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, HttpProcessingError):
-            self._counters.malformed_requests += 1
-            self._limited.warn("http: refused a request that is not HTTP: %s", type(error).__name__)
-            return False
-        return record.levelno >= logging.WARNING
-
-
-def _protocol_logger(counters: HttpCounters) -> logging.Logger:
-    """Return a logger for aiohttp's protocol, which logs with traceback whatever a client may send."""
-    own = logging.Logger(f"{__name__}.protocol")
-    own.parent = logger
-    own.addFilter(_MalformedRequests(counters))
-    return own

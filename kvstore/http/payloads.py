@@ -21,6 +21,8 @@ from aiohttp import web
 from kvstore.checksum import checksum
 from kvstore.http.body import Body
 from kvstore.http.service import HttpService
+from kvstore.keys import PrefixChain
+from kvstore.layout import Part
 from kvstore.results import FetchedBlock, ReservedSlot
 from kvstore.tier import Slot
 
@@ -80,12 +82,28 @@ async def count_whole(service: HttpService, payloads: Sequence[ReadyPayload]) ->
     return num_whole
 
 
-async def send_payload(service: HttpService, response: web.StreamResponse, payload: ReadyPayload) -> None:
-    """Send one block as the next part of an answer.
+async def send_payloads(
+    service: HttpService,
+    response: web.StreamResponse,
+    payloads: Sequence[ReadyPayload],
+    about: tuple[PrefixChain, Part],
+) -> None:
+    """Send the leading blocks of a chain as the rest of an answer.
 
     Raises:
-        Spoilt: its bytes changed, or its slot was taken back; the answer cannot be completed.
+        Spoilt: bytes changed, or a slot was taken back; the answer cannot be completed.
     """
+    chain, part = about
+    for index, payload in enumerate(payloads):
+        try:
+            await _send(service, response, payload)
+        except Spoilt:
+            await service.report_damage(chain[index : index + 1], part)
+            raise
+    await response.write_eof()
+
+
+async def _send(service: HttpService, response: web.StreamResponse, payload: ReadyPayload) -> None:
     digest, length_bytes = xxhash.xxh3_64(), len(payload.view)
     for start in range(0, length_bytes, _STEP_BYTES):
         step = payload.view[start : start + _STEP_BYTES]

@@ -116,10 +116,9 @@ def refusal_of(error: KVStoreError) -> Refused:
     if code is ErrorCode.UNKNOWN_NAMESPACE:
         return unknown_namespace()
     message = "the server failed: its log says why" if code is ErrorCode.INTERNAL else str(error)
-    return Refused(code, message, headers=_headers(error))
-
-
-def _headers(error: KVStoreError) -> dict[str, str]:
+    headers = {}
     if isinstance(error, TooManyFailures):
-        return {"Retry-After": str(error.wait_s)}
-    return {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
+        headers["Retry-After"] = str(error.wait_s)
+    elif isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    return Refused(code, message, headers=headers)

@@ -56,6 +56,7 @@ class HttpService:
     limits: Limits
     lease_s: float
     server_stats: Callable[[], Mapping[str, object]]
+    gate_stats: Callable[[], Mapping[str, object]]
     clock: Callable[[], float] = time.monotonic
     counters: HttpCounters = field(default_factory=HttpCounters)
     late_work: LateWork = field(default_factory=LateWork)
@@ -71,7 +72,11 @@ class HttpService:
 
     def stats(self) -> dict[str, object]:
         """Return what the store and its listeners count."""
-        return {**self.manager.stats(), "server": self.server_stats(), "http": self.counters.as_dict()}
+        return {
+            **self.manager.stats(),
+            "server": self.server_stats(),
+            "http": {**self.counters.as_dict(), "gate": self.gate_stats()},
+        }
 
     async def report_damage(self, chain: PrefixChain, part: Part) -> None:
         """Look at blocks whose bytes were found wrong; the damaged ones are forgotten."""

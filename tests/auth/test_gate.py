@@ -145,6 +145,12 @@ def test_failures_from_one_address_are_limited_and_a_valid_key_from_it_is_not():
 
     assert caught.value.wait_s == 1
     assert guarded.admit(bearing("kvs_read"), Scope.READ).name == "read"
+    assert guarded.counters.as_dict() == {
+        "admitted": 1,
+        "unauthorized": FAILURE_BURST,
+        "forbidden": 0,
+        "too_many_failures": 1,
+    }
 
 
 def test_failures_are_allowed_again_after_a_time():

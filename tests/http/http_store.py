@@ -151,7 +151,12 @@ async def http_store(*lower, blocks=64, limits=None, doors=None, is_started=True
     dram = DramTier(capacity_bytes=blocks * BLOCK_BYTES)
     manager = BlockManager(dram, lower, settings=ManagerSettings(timeout_s=5.0, lease_s=lease_s, **settings))
     face = HttpFace(
-        manager, dram, ("127.0.0.1", 0), limits=limits or Limits(), doors=doors or Doors(), lease_s=lease_s
+        manager,
+        dram,
+        ("127.0.0.1", 0),
+        limits=limits or Limits(),
+        doors=doors or Doors(),
+        lease_s=lease_s,
     )
     await face.listen()
     await manager.open()
