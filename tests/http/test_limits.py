@@ -126,7 +126,7 @@ def test_the_cap_stays_below_the_limit_on_descriptors():
 
 
 async def test_a_key_has_only_so_many_requests_under_way():
-    doors = Doors(KEYRING, None)
+    doors = Doors(keyring=KEYRING)
     async with (
         http_store(limits=Limits(max_requests=1), doors=doors) as store,
         contextlib.AsyncExitStack() as stack,
