@@ -6,25 +6,17 @@ import io
 
 import pytest
 
-from kvstore.auth import KeyRecord, Keyring, Scope, key_digest
-from kvstore.doors import Doors
+from kvstore.auth import Scope
 from kvstore.http import Limits
 from kvstore.http.limits import TokenBucket, connection_cap
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
-from kvstore.reloading import Reloaded
 from tests.http.http_store import BLOCK_BYTES, hex_keys, http_store, long_chain, payload
+from tests.http.keyed_store import TENANTS, key_of, keyed_store
 from tests.http.raw_client import RawClient, head, until
 
 CHAIN = long_chain(4)
 ABOUT = {"namespace": CHAIN.namespace.hex(), "keys": hex_keys(CHAIN)}
-KEYRING = Reloaded(
-    "keys",
-    lambda: b"",
-    lambda _: Keyring(
-        b"s" * 32, [KeyRecord(n, n, frozenset(Scope), key_digest(n)) for n in ("first", "second")]
-    ),
-)
 QUICK = Limits(header_s=0.2, idle_s=0.3, stall_s=0.3, body_bytes_per_s=1 << 20)
 BIG = Namespace(model="big", layout=KVLayout.opaque(block_bytes=16 << 20, block_tokens=4))
 
@@ -126,17 +118,13 @@ def test_the_cap_stays_below_the_limit_on_descriptors():
 
 
 async def test_a_key_has_only_so_many_requests_under_way():
-    doors = Doors(keyring=KEYRING)
-    async with (
-        http_store(limits=Limits(max_requests=1), doors=doors) as store,
-        contextlib.AsyncExitStack() as stack,
-    ):
-        first = await stack.enter_async_context(store.client("first"))
-        second = await stack.enter_async_context(store.client("second"))
+    keys = [key_of(tenant, *Scope) for tenant in TENANTS]
+    async with keyed_store(limits=Limits(max_requests=1)) as store, contextlib.AsyncExitStack() as stack:
+        first, second = [await stack.enter_async_context(store.client(key)) for key in keys]
         about = {**ABOUT, "namespace": (await first.open()).json["namespace"]}
         path = f"/v1/blocks/{about['namespace']}/{about['keys'][0]}"
         async with RawClient.connected(store.face) as raw:
-            await raw.say(head("PUT", path, Content_Length=BLOCK_BYTES, Authorization="Bearer first"))
+            await raw.say(head("PUT", path, Content_Length=BLOCK_BYTES, Authorization=f"Bearer {keys[0]}"))
             await until(lambda: store.counters.requests["put_block"] == 1)
             refused = await first.post("/v1/match", **about)
             assert (refused.status, refused.code, refused.headers["Retry-After"]) == (
