@@ -3,14 +3,14 @@
 import logging
 import os
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvstore.auth import Keyring, Tenancy
 from kvstore.config import HttpConfig
 from kvstore.errors import InvalidConfig
-from kvstore.gate import Gate
+from kvstore.gate import FailureLimit, Gate
 from kvstore.reloading import Reloaded, Watcher
 from kvstore.tls import ServerTls
 
@@ -24,24 +24,23 @@ class Doors:
     """The gate, the tenancy and the TLS of one listener; keys and certificates are taken up as they change.
 
     ``gate`` decides who may call, ``tenancy`` which namespaces a caller may use. ``tls`` returns the context
-    that the next connection is served with; None: connections are plain.
+    that the next connection is served with; None: connections are plain. Without arguments there are neither
+    keys nor TLS, which is for loopback alone.
     """
 
     def __init__(
         self,
-        keyring: Reloaded[Keyring] | None,
-        certificates: Reloaded[ssl.SSLContext] | None,
         *,
+        keyring: Callable[[], Keyring] | None = None,
         tenancy: Tenancy | None = None,
+        tls: Callable[[], ssl.SSLContext] | None = None,
+        failures: FailureLimit | None = None,
+        followed: Sequence[Reloaded[Any]] = (),  # Any: it does not matter what the values are
     ) -> None:
-        # Any: it does not matter what the values are.
-        values: list[Reloaded[Any] | None] = [keyring, certificates]
-        self._watcher = Watcher([value for value in values if value is not None])
-        self.gate = Gate(None if keyring is None else lambda: keyring.value)
+        self.gate = Gate(keyring, failures=failures)
         self.tenancy = tenancy or Tenancy()
-        self.tls: Callable[[], ssl.SSLContext] | None = (
-            None if certificates is None else lambda: certificates.value
-        )
+        self.tls = tls
+        self._watcher = Watcher(followed)
 
     @classmethod
     def make(cls, config: HttpConfig, environ: Mapping[str, str] = os.environ) -> "Doors":
@@ -55,7 +54,12 @@ class Doors:
             raise InvalidConfig(problem)
         keyring = None if config.api_keys is None else _keyring(config, environ)
         certificates = None if config.tls_folder is None else ServerTls(config.tls_folder).reloaded()
-        return cls(keyring, certificates, tenancy=Tenancy(config.public_models))
+        return cls(
+            keyring=None if keyring is None else lambda: keyring.value,
+            tenancy=Tenancy(config.public_models),
+            tls=None if certificates is None else lambda: certificates.value,
+            followed=[value for value in (keyring, certificates) if value is not None],
+        )
 
     def start(self) -> None:
         """Begin to take up changes. Once."""

@@ -43,7 +43,7 @@ class Shown:
 
 @dataclass(slots=True)
 class GateCounters:
-    """Requests that a gate let in and turned away; part of the server's stats."""
+    """Requests that a gate let in and turned away; part of the stats."""
 
     admitted: int = 0
     unauthorized: int = 0
@@ -55,6 +55,40 @@ class GateCounters:
         return asdict(self)
 
 
+class FailureLimit:
+    """Token buckets of failures, one per address; the least recently used addresses are forgotten."""
+
+    def __init__(
+        self,
+        *,
+        burst: int = FAILURE_BURST,
+        per_s: float = FAILURES_PER_S,
+        max_peers: int = _MAX_PEERS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._burst = burst
+        self._per_s = per_s
+        self._max_peers = max_peers
+        self._clock = clock
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def wait_s(self, peer: str) -> int:
+        """Count a failure: 0 if it is within the limit, else the whole seconds until the next one is."""
+        network, now_s = _network(peer), self._clock()
+        left, at_s = self._buckets.pop(network, (float(self._burst), now_s))
+        left = min(self._burst, left + (now_s - at_s) * self._per_s)
+        is_within = left >= 1
+        self._buckets[network] = (left - 1 if is_within else left, now_s)
+        if len(self._buckets) > self._max_peers:
+            self._buckets.popitem(last=False)
+        return 0 if is_within else max(1, math.ceil((1 - left) / self._per_s))
+
+    @property
+    def num_peers(self) -> int:
+        """Addresses that are remembered."""
+        return len(self._buckets)
+
+
 class Gate:
     """Decides for each request. One thread calls it.
 
@@ -62,11 +96,11 @@ class Gate:
     """
 
     def __init__(
-        self, keyring: Callable[[], Keyring] | None, *, clock: Callable[[], float] = time.monotonic
+        self, keyring: Callable[[], Keyring] | None, *, failures: FailureLimit | None = None
     ) -> None:
         self._keyring = keyring
-        self._failures = FailureLimit(clock=clock)
-        self._warning = LimitedWarning(logger, clock=clock)
+        self._failures = FailureLimit() if failures is None else failures
+        self._warning = LimitedWarning(logger)
         self.counters = GateCounters()
 
     def admit(self, shown: Shown, needs: Scope | None) -> Identity:
@@ -111,38 +145,6 @@ class Gate:
                 wait_s=wait_s,
             )
         self.counters.unauthorized += 1
-
-
-class FailureLimit:
-    """Token buckets of failures, one per address; the least recently used addresses are forgotten."""
-
-    def __init__(
-        self,
-        *,
-        burst: int = FAILURE_BURST,
-        per_s: float = FAILURES_PER_S,
-        max_peers: int = _MAX_PEERS,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._burst = burst
-        self._per_s = per_s
-        self._max_peers = max_peers
-        self._clock = clock
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
-
-    def wait_s(self, peer: str) -> int:
-        """Count a failure: 0 if it is within the limit, else the whole seconds until the next one is."""
-        network, now_s = _network(peer), self._clock()
-        left, at_s = self._buckets.pop(network, (float(self._burst), now_s))
-        left = min(self._burst, left + (now_s - at_s) * self._per_s)
-        is_within = left >= 1
-        self._buckets[network] = (left - 1 if is_within else left, now_s)
-        if len(self._buckets) > self._max_peers:
-            self._buckets.popitem(last=False)
-        return 0 if is_within else max(1, math.ceil((1 - left) / self._per_s))
-
-    def __len__(self) -> int:
-        return len(self._buckets)
 
 
 def _network(peer: str) -> str:

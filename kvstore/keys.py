@@ -9,7 +9,7 @@ hashes (xxHash) can be collided on purpose.
 import hashlib
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import NewType
 
 import numpy as np
@@ -39,8 +39,8 @@ class Namespace:
 
     Two engines share blocks exactly when all fields agree. ``weights`` is a digest or revision of the
     weights, ``adapter`` a digest of the LoRA or other adapter (empty: none), ``rope`` a text of the rotary
-    parameters in force, ``tenant_salt`` secret bytes that separate tenants, ``epoch`` a counter raised when
-    everything stored under the model must be forgotten.
+    parameters in force, ``tenant_salt`` secret bytes that separate tenants (the repr leaves them out),
+    ``epoch`` a counter raised when everything stored under the model must be forgotten.
 
     Raises:
         InvalidLayout: a field has the wrong type, is no valid text, is longer than 4096 bytes, or ``epoch``
@@ -53,7 +53,7 @@ class Namespace:
     tokenizer: str = ""
     adapter: str = ""
     rope: str = ""
-    tenant_salt: bytes = b""
+    tenant_salt: bytes = field(default=b"", repr=False)
     epoch: int = 0
 
     def __post_init__(self) -> None:
@@ -75,10 +75,9 @@ class Namespace:
     def digest(self) -> NamespaceDigest:
         """SHA-256 over every field, each with its name, type and length."""
         sha = hashlib.sha256(_NAMESPACE_TAG)
-        for field in fields(self):
-            value = getattr(self, field.name)
-            kind, data = _encode_field(value)
-            name = field.name.encode()
+        for item in fields(self):
+            kind, data = _encode_field(getattr(self, item.name))
+            name = item.name.encode()
             sha.update(struct.pack("<B", len(name)) + name + kind + struct.pack("<I", len(data)) + data)
         return NamespaceDigest(sha.digest())
 

@@ -54,7 +54,7 @@ class HttpFace:
         lease_s: float = 30.0,
         server_stats: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
-        self._doors = doors or Doors(None, None)
+        self._doors = doors or Doors()
         self._limits = limits or Limits()
         self._service = HttpService(
             manager=manager,
@@ -77,6 +77,7 @@ class HttpFace:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._refusals = LimitedWarning(logger)
+        self._handshakes = LimitedWarning(logger)
 
     @property
     def counters(self) -> HttpCounters:
@@ -191,7 +192,10 @@ class HttpFace:
                 ssl=None if self._doors.tls is None else self._doors.tls(),
                 ssl_handshake_timeout=None if self._doors.tls is None else _HANDSHAKE_S,
             )
-        except OSError:
+        except OSError as error:
+            if self._doors.tls is not None:
+                self.counters.failed_handshakes += 1
+                self._handshakes.warn("http: a TLS handshake failed: %s", error)
             sock.close()
         finally:
             if not guard.is_made:

@@ -17,7 +17,7 @@ HOST = ("127.0.0.1:8470",)
 
 
 def gate(keyring=KEYS):
-    return Gate(None if keyring is None else lambda: keyring, clock=FakeClock())
+    return Gate(None if keyring is None else lambda: keyring, failures=FailureLimit(clock=FakeClock()))
 
 
 def bearing(key, peer="10.0.0.1"):
@@ -189,4 +189,4 @@ def test_the_memory_of_failures_is_bounded():
     for number in range(1000):
         limit.wait_s(f"10.0.{number // 256}.{number % 256}")
 
-    assert len(limit) == 10
+    assert limit.num_peers == 10

@@ -155,7 +155,7 @@ async def http_store(*lower, blocks=64, limits=None, doors=None, is_started=True
         dram,
         ("127.0.0.1", 0),
         limits=limits or Limits(),
-        doors=doors or Doors(None, None),
+        doors=doors or Doors(),
         lease_s=lease_s,
     )
     await face.listen()

@@ -2,8 +2,11 @@
 
 import os
 import resource
+import socket
 import stat
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -69,3 +72,31 @@ def test_the_process_list_shows_no_secret(store):
 
     assert words[0] == sys.executable
     assert [word for word in words if word.startswith("--")] == ["--config", "--json"]
+
+
+def heard_by_another_user(socket_path):
+    """Connect as the user nobody, from a child, and return what the server says."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.setuid(65534)
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(socket_path)
+            os.write(writing, stranger.recv(1000))
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        heard = pipe.read()
+    os.waitpid(child, 0)
+    return heard
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_turned_away_even_where_the_socket_lets_it_connect():
+    with tempfile.TemporaryDirectory() as name, StoreProcess(Path(name), StoreSettings()) as store:
+        Path(name).chmod(0o755)
+        store.socket_path.chmod(0o666)
+
+        heard = heard_by_another_user(str(store.socket_path))
+
+    assert b"it belongs to user 0, not to user 65534" in heard
