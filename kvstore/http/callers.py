@@ -51,7 +51,7 @@ class Caller:
         Raises:
             Refused: too many are, or too many began lately.
         """
-        if self._num_requests >= self._limits.max_requests:
+        if self._num_requests >= self._limits.max_requests and not self.identity.is_operator:
             raise Refused(
                 ErrorCode.TOO_MANY_REQUESTS,
                 f"{self._num_requests} requests of this caller are under way, none more: wait for one",

@@ -20,7 +20,8 @@ MAX_TIMEOUT_S = 60.0
 class Limits:
     """Limits of one HTTP face.
 
-    ``max_requests`` are under way per caller, ``requests_per_s`` (0: no limit) begin. A request's header has
+    ``max_requests`` are under way per key (the operator's are bounded by the number of connections),
+    ``requests_per_s`` (0: no limit) begin. A request's header has
     ``header_s`` from its first byte, a connection without a request ``idle_s``. Whoever sends or takes
     nothing for ``stall_s``, or sends a body slower than ``body_bytes_per_s`` beyond that time, is dropped.
     """

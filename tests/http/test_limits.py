@@ -6,11 +6,13 @@ import io
 
 import pytest
 
+from kvstore.auth import Scope
 from kvstore.http import Limits
 from kvstore.http.limits import TokenBucket, connection_cap
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from tests.http.http_store import BLOCK_BYTES, hex_keys, http_store, long_chain, payload
+from tests.http.keyed_store import TENANTS, key_of, keyed_store
 from tests.http.raw_client import RawClient, head, until
 
 CHAIN = long_chain(4)
@@ -115,22 +117,26 @@ def test_the_cap_stays_below_the_limit_on_descriptors():
     assert connection_cap(1024, max_fds=64, others=256) == 8
 
 
-async def test_a_caller_has_only_so_many_requests_under_way():
-    async with http_store(limits=Limits(max_requests=1)) as store, store.client() as client:
-        await client.open()
+async def test_a_key_has_only_so_many_requests_under_way():
+    keys = [key_of(tenant, *Scope) for tenant in TENANTS]
+    async with keyed_store(limits=Limits(max_requests=1)) as store, contextlib.AsyncExitStack() as stack:
+        first, second = [await stack.enter_async_context(store.client(key)) for key in keys]
+        about = {**ABOUT, "namespace": (await first.open()).json["namespace"]}
+        path = f"/v1/blocks/{about['namespace']}/{about['keys'][0]}"
         async with RawClient.connected(store.face) as raw:
-            await raw.say(head("PUT", client.block_path(CHAIN), Content_Length=BLOCK_BYTES))
+            await raw.say(head("PUT", path, Content_Length=BLOCK_BYTES, Authorization=f"Bearer {keys[0]}"))
             await until(lambda: store.counters.requests["put_block"] == 1)
-            refused = await client.post("/v1/match", **ABOUT)
+            refused = await first.post("/v1/match", **about)
             assert (refused.status, refused.code, refused.headers["Retry-After"]) == (
                 429,
                 "too_many_requests",
                 "1",
             )
-            assert (await client.get("/readyz")).status == 200
+            assert (await second.open()).status == 200
+            assert (await first.get("/readyz")).status == 200
             await raw.say(payload(CHAIN.keys[0]))
             assert (await raw.hear_answer())[0] == 201
-        assert (await client.post("/v1/match", **ABOUT)).status == 200
+        assert (await first.post("/v1/match", **about)).status == 200
 
 
 async def test_a_caller_begins_only_so_many_requests_a_second():
