@@ -11,5 +11,14 @@ MIB = 1 << 20
 class StoreProcess(store_process.StoreProcess):
     """``kvstore serve`` with a small dram tier and nothing below it, on a socket in ``folder``."""
 
-    def __init__(self, folder: Path, *, dram_bytes: int = 16 * MIB, lease_s: float = 30.0) -> None:
-        super().__init__(folder, StoreSettings(dram_bytes=dram_bytes, lease_s=lease_s))
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dram_bytes: int = 16 * MIB,
+        lease_s: float = 30.0,
+        max_connections: int = 256,
+    ) -> None:
+        super().__init__(
+            folder, StoreSettings(dram_bytes=dram_bytes, lease_s=lease_s, max_connections=max_connections)
+        )
