@@ -400,11 +400,12 @@ class AsyncKVStore:
             return call.when_away(error)
 
     async def _carry_out(self, call: Call[T]) -> T:
-        if call.holder is not None:
-            held_on = self._link
-            if held_on is None or held_on is not call.holder or held_on.is_lost:
-                raise ServerUnavailable("server: the connection that held it has ended, and it with that")
-        link = await self._open_link(call.deadline_s, is_control=call.is_control)
+        if call.holder is None:
+            link = await self._open_link(call.deadline_s, is_control=call.is_control)
+        elif self._link is not None and self._link is call.holder and self._link.is_open:
+            link = self._link
+        else:
+            raise ServerUnavailable("server: the connection that held it has ended, and it with that")
         try:
             space = None if call.namespace is None else self._state.namespace(call.namespace)
             session = AsyncCallSession(link, self._state, self._copiers, call.deadline_s, space)

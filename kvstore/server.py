@@ -236,7 +236,7 @@ class StoreServer:
     def _end_idle_connection(self) -> bool:
         """Make room for a client: end the connection that has been idle, holding nothing, for longest."""
         idle = max(self._connections, key=lambda connection: connection.idle_s)
-        if idle.idle_s < _IDLE_S:
+        if idle.idle_s <= _IDLE_S:
             return False
         self.counters.idle_ended += 1
         self._connections.discard(idle)

@@ -19,9 +19,14 @@ class StoreProcess(store_process.StoreProcess):
         lease_s: float = 30.0,
         http_port: int = 0,
         http_more: str = "",
+        max_connections: int = 256,
     ) -> None:
         settings = StoreSettings(
-            dram_bytes=dram_bytes, lease_s=lease_s, http_port=http_port, http_more=http_more
+            dram_bytes=dram_bytes,
+            lease_s=lease_s,
+            http_port=http_port,
+            http_more=http_more,
+            max_connections=max_connections,
         )
         super().__init__(folder, settings)
 

@@ -39,6 +39,7 @@ class StoreSettings:
     dram_bytes: int = 16 * MIB
     staging_bytes: int = MIB
     lease_s: float = 30.0
+    max_connections: int = 256
     ssd_bytes: int = 0
     ssd_folder: Path | None = None
     redis_url: str = ""
@@ -49,7 +50,8 @@ class StoreSettings:
     def toml(self, socket_path: Path) -> str:
         """Return the configuration file."""
         text = (
-            f'[server]\nsocket = "{socket_path}"\n[store]\nlease_s = {self.lease_s}\n'
+            f'[server]\nsocket = "{socket_path}"\nmax_connections = {self.max_connections}\n'
+            f"[store]\nlease_s = {self.lease_s}\n"
             f"[tiers.dram]\ncapacity_bytes = {self.dram_bytes}\nstaging_bytes = {self.staging_bytes}\n"
         )
         if self.http_port:
