@@ -1,12 +1,13 @@
 """Speed of the same-host data plane, client and server in processes of their own, beside memcpy.
 
-Own rows (peer "kvstore"): put, fetch_into, view, and fetch_into with the checks off (only to know their price),
-one block and a batch at a time; exists of 1000 keys, match of 6250 keys. Beside them in the same run: ``memcpy``
-(numpy.copyto between two private buffers of the same shape), ``bare`` (a round trip over a Unix socket between two
-Python processes, and the copy), and a chain of 100 000 tokens hashed. ``--peers`` adds other stores, run in turn.
+Own rows (peer "kvstore"): put, fetch_into, view, and fetch_into with the checks off (only to know their
+price), one block and a batch at a time; exists of 1000 keys, match of 6250 keys. Beside them in the same run:
+``memcpy`` (numpy.copyto between two private buffers of the same shape), ``bare`` (a round trip over a Unix
+socket between two Python processes, and the copy), and a chain of 100 000 tokens hashed. ``--peers`` adds
+other stores, run in turn.
 
-ratio_to_memcpy compares medians of the same run; cpu_s_per_gb is of client and server. Rows are taken in rounds,
-one after the other, so that what disturbs the machine disturbs all.
+ratio_to_memcpy compares medians of the same run; cpu_s_per_gb is of client and server. Rows are taken in
+rounds, one after the other, so that what disturbs the machine disturbs all.
 """
 
 import argparse
@@ -22,11 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+
 from bare_socket import BareSocket
+from kvstore import KVLayout, Namespace
 from peers import ADAPTERS, Bytes, Names, Peer, missing, open_peer
 from peers.own_store import OwnStore
-
-from kvstore import KVLayout, Namespace
 
 BLOCK_BYTES = [64 << 10, 512 << 10, 2 << 20, 8 << 20]
 BATCH = 64
@@ -137,7 +138,9 @@ class Shape:
         target = np.zeros_like(source)
         cut = [slice(start, start + batch) for start in range(0, count, batch)]
         keys = [os.urandom(32) for _ in range(count)]
-        return cls(block_bytes, batch, groups, keys, [[*source[at]] for at in cut], [[*target[at]] for at in cut])
+        return cls(
+            block_bytes, batch, groups, keys, [[*source[at]] for at in cut], [[*target[at]] for at in cut]
+        )
 
     def names(self, peer: Peer) -> list[Names]:
         """The keys of each group, as the peer wants them."""
@@ -151,9 +154,7 @@ class Shape:
                 got[:64] = 0
 
 
-def measure_shape(
-    bench: Bench, shape: Shape, peers: dict[str, Peer], bare: BareSocket, rounds: int
-) -> None:
+def measure_shape(bench: Bench, shape: Shape, peers: dict[str, Peer], bare: BareSocket, rounds: int) -> None:
     """Put and fetch blocks of one shape through every peer, in turn."""
     block_bytes, batch = shape.block_bytes, shape.batch
     named = {name: shape.names(peer) for name, peer in peers.items()}
@@ -287,8 +288,8 @@ def show(rows: Sequence[Row]) -> None:
         ratio = "     " if row["ratio_to_memcpy"] is None else f"{row['ratio_to_memcpy']:5.2f}"
         cpu = "     " if row["cpu_s_per_gb"] is None else f"{row['cpu_s_per_gb']:5.2f}"
         print(
-            f"{row['peer']:10} {row['op']:22}{row['block_bytes']:>9} B x{row['batch']:<5}{speed} GB/s  {ratio} of "
-            f"memcpy  p50 {row['p50_us']:>9} us  p99 {row['p99_us']:>9} us  {cpu} CPU s/GB"
+            f"{row['peer']:10} {row['op']:22}{row['block_bytes']:>9} B x{row['batch']:<5}{speed} GB/s "
+            f" {ratio} of memcpy  p50 {row['p50_us']:>9} us  p99 {row['p99_us']:>9} us  {cpu} CPU s/GB"
         )
 
 

@@ -50,14 +50,15 @@ class Gone:
 class Copy:
     """One copy in one tier.
 
-    ``slot`` and ``checksum`` belong to copies in the top tier. ``is_counted`` says that the parent counts
-    this copy among its children.
+    ``slot`` and ``checksum`` belong to copies in the top tier, and so does ``generation``: that of the slot,
+    None until somebody asks for it. ``is_counted`` says that the parent counts this copy among its children.
     """
 
     state: CopyState
     slot: Slot | None = None
     checksum: int | None = None
     is_counted: bool = False
+    generation: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -122,13 +123,17 @@ class BlockEntry:
 
 @dataclass(slots=True)
 class Shelf:
-    """The blocks of one part of one namespace. Of a stale one (an epoch that is over) none is served."""
+    """The blocks of one part of one namespace. Of a stale one (an epoch that is over) none is served.
+
+    ``fastest`` repeats what the entries say, for look-ups of thousands of keys at once.
+    """
 
     namespace: NamespaceDigest
     part: Part
     layout: bytes
     length_bytes: int
     entries: dict[BlockKey, BlockEntry] = field(default_factory=dict)
+    fastest: dict[BlockKey, str] = field(default_factory=dict)
     is_stale: bool = False
     part_bytes: bytes = b""
 
@@ -259,7 +264,7 @@ class Directory:
         if depth and parent is not None:
             parent.children[tier] = parent.children.get(tier, 0) + 1
         if tier in self._certain_tiers:
-            entry.fastest = tier
+            entry.fastest = shelf.fastest[key] = tier
         about = (tier, shelf.namespace)
         self._used_bytes[about] = self._used_bytes.get(about, 0) + shelf.length_bytes
         return name
@@ -297,7 +302,8 @@ class Directory:
             copy.is_counted = known.is_counted
         entry.copies[tier] = copy
         if entry.fastest is None and len(entry.copies) == 1:
-            entry.fastest = tier if copy.state is CopyState.READY and tier in self._certain_tiers else None
+            if copy.state is CopyState.READY and tier in self._certain_tiers:
+                entry.fastest = entry.shelf.fastest[entry.key] = tier
         else:
             self._update_fastest(entry)
 
@@ -369,7 +375,12 @@ class Directory:
                 del self._shelves[about]
 
     def _update_fastest(self, entry: BlockEntry) -> None:
-        entry.fastest = next((tier for tier in self._certain_tiers if entry.is_ready(tier)), None)
+        fastest = next((tier for tier in self._certain_tiers if entry.is_ready(tier)), None)
+        entry.fastest = fastest
+        if fastest is not None:
+            entry.shelf.fastest[entry.key] = fastest
+        else:
+            entry.shelf.fastest.pop(entry.key, None)
 
     def _use_bytes(self, entry: BlockEntry, tier: str, change: int) -> None:
         about = (tier, entry.shelf.namespace)

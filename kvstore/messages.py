@@ -18,6 +18,7 @@ from kvstore.answers import (
     Ready,
     ReadySlot,
     Report,
+    Seen,
     Welcome,
 )
 from kvstore.errors import ProtocolMismatch
@@ -34,6 +35,7 @@ from kvstore.requests import (
     ListNamespaces,
     Match,
     OpenNamespace,
+    Peek,
     Ping,
     Prefetch,
     Release,
@@ -65,8 +67,9 @@ Request: TypeAlias = (
     | Demote
     | AdvanceEpoch
     | ListNamespaces
+    | Peek
 )
-Answer: TypeAlias = Welcome | Done | Count | Matched | Ready | Lent | Report | Failed
+Answer: TypeAlias = Welcome | Done | Count | Matched | Ready | Lent | Report | Seen | Failed
 
 _REQUESTS: dict[int, type[Request]] = {
     kind.KIND: kind
@@ -89,10 +92,11 @@ _REQUESTS: dict[int, type[Request]] = {
         Demote,
         AdvanceEpoch,
         ListNamespaces,
+        Peek,
     )
 }
 _ANSWERS: dict[int, type[Answer]] = {
-    kind.KIND: kind for kind in (Welcome, Done, Count, Matched, Ready, Lent, Report, Failed)
+    kind.KIND: kind for kind in (Welcome, Done, Count, Matched, Ready, Lent, Report, Seen, Failed)
 }
 
 
@@ -148,6 +152,7 @@ __all__ = [
     "Match",
     "Matched",
     "OpenNamespace",
+    "Peek",
     "Ping",
     "Prefetch",
     "Ready",
@@ -157,6 +162,7 @@ __all__ = [
     "Request",
     "Reserve",
     "ReturnSlots",
+    "Seen",
     "Stats",
     "TierNames",
     "UnusedSlot",

@@ -318,3 +318,10 @@ class ListNamespaces(EmptyMessage):
     """Ask for the namespaces that clients opened; salts are not told."""
 
     KIND: ClassVar[int] = 18
+
+
+@dataclass(frozen=True, slots=True)
+class Peek(ChainRequest):
+    """As Fetch, but blocks that are all in the arena now are not leased: the reader's checks must do."""
+
+    KIND: ClassVar[int] = 25

@@ -49,7 +49,9 @@ class Adapter(NamedTuple):
 
 ADAPTERS = {
     "redis": Adapter("peers.redis_client", ("redis",), "Redis or Valkey through redis-py, Unix socket"),
-    "raw-redis": Adapter("peers.raw_redis", (), "the same server through a raw socket, straight into buffers"),
+    "raw-redis": Adapter(
+        "peers.raw_redis", (), "the same server through a raw socket, straight into buffers"
+    ),
     "files": Adapter("peers.plain_files", (), "one file per block on tmpfs, pwrite and preadv"),
     "lmdb": Adapter("peers.lmdb_file", ("lmdb",), "LMDB on tmpfs inside the process, no sync"),
     "mooncake": Adapter("peers.mooncake_store", ("mooncake",), "Mooncake Store over TCP"),

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from peers import Bytes
 
 from kvstore import KVLayout, KVStore, Namespace, PrefixChain
 from kvstore import calls as plans
-from kvstore.drill.store_process import StoreProcess, StoreSettings
 from kvstore.keys import BlockKey
 from kvstore.transfer import ReadEnd
+from peers import Bytes
+from served_store import ServedStore
 
 _BLOCK_TOKENS = 16
 
@@ -20,11 +20,9 @@ class OwnStore:
 
     def __init__(self, folder: Path, block_bytes: int, num_blocks: int, *, ssd_bytes: int = 0) -> None:
         room = num_blocks * (-(-block_bytes // 4096) * 4096) * 5 // 4 + (4 << 20)
-        settings = StoreSettings(dram_bytes=room, ssd_bytes=ssd_bytes, ssd_folder=folder / "ssd")
-        self._process = StoreProcess(folder, settings)
-        self._process.start()
-        self.server_pids = [self._process.process.pid]
-        self.client = KVStore.connect(self._process.socket_path, timeout_s=10)
+        self._server = ServedStore(folder, room, ssd_bytes=ssd_bytes)
+        self.server_pids = [self._server.pid]
+        self.client = KVStore.connect(self._server.socket_path, timeout_s=10)
         layout = KVLayout.opaque(block_bytes=block_bytes, block_tokens=_BLOCK_TOKENS)
         self.namespace = Namespace(f"bench-{block_bytes}", layout)
         self.client.open_namespace(self.namespace)
@@ -33,7 +31,7 @@ class OwnStore:
     @property
     def address(self) -> str:
         """Where other clients reach it."""
-        return str(self._process.socket_path)
+        return str(self._server.socket_path)
 
     def names(self, keys: Sequence[bytes]) -> PrefixChain:
         """The keys as a chain from the start of a sequence."""
@@ -69,7 +67,7 @@ class OwnStore:
     def close(self) -> None:
         """Stop client and server."""
         self.client.close()
-        self._process.kill()
+        self._server.close()
 
 
 def open_peer(folder: Path, block_bytes: int, num_blocks: int) -> OwnStore:
@@ -79,5 +77,5 @@ def open_peer(folder: Path, block_bytes: int, num_blocks: int) -> OwnStore:
 
 def _read_unchecked(arena, slots, buffers, should_stop):  # type: ignore[no-untyped-def]  # see read_slots
     for slot, buffer in zip(slots, buffers, strict=True):
-        np.copyto(buffer, np.frombuffer(arena.slot(slot.offset, len(buffer)), np.uint8))
+        np.copyto(buffer, arena.slot_array(slot.offset, len(buffer)))
     return len(slots), ReadEnd.ALL
