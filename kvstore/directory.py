@@ -159,6 +159,7 @@ class Directory:
     def __init__(self, certain_tiers: Sequence[str]) -> None:
         self._certain_tiers = tuple(certain_tiers)
         self._shelves: dict[tuple[NamespaceDigest, Part], Shelf] = {}
+        self._whole: dict[NamespaceDigest, Shelf] = {}  # of open namespaces, as ``shelf`` found them last
         self._namespaces: OrderedDict[NamespaceDigest, Namespace] = OrderedDict()
         self._by_name: dict[StorageKey, BlockEntry] = {}
         self._gone: OrderedDict[StorageKey, Gone] = OrderedDict()
@@ -187,16 +188,22 @@ class Directory:
             NamespaceNotOpen: the namespace was not opened, or has been forgotten.
             InvalidLayout: the part does not fit the namespace's layout.
         """
+        if part is None:
+            whole = self._whole.get(namespace)
+            if whole is not None:
+                return whole
         known = self._namespaces.get(namespace)
         if known is None:
             raise NamespaceNotOpen(f"namespace {namespace.hex()[:12]} is not open: call open_namespace first")
         layout = known.layout
-        part = part or layout.whole
-        shelf = self._shelves.get((namespace, part))
+        place = (namespace, part or layout.whole)
+        shelf = self._shelves.get(place)
         if shelf is None:
-            shelf = Shelf(namespace, part, layout.fingerprint, layout.part_bytes(part))
-            self._shelves[namespace, part] = shelf
+            shelf = Shelf(*place, layout.fingerprint, layout.part_bytes(place[1]))
+            self._shelves[place] = shelf
         shelf.is_stale = known.epoch < self.epoch(known.model)
+        if part is None:
+            self._whole[namespace] = shelf
         return shelf
 
     def epoch(self, model: str) -> int:
@@ -371,6 +378,7 @@ class Directory:
         digest = next((digest for digest in self._namespaces if digest not in kept), None)
         if digest is not None:
             del self._namespaces[digest]
+            self._whole.pop(digest, None)
             for about in [about for about in self._shelves if about[0] == digest]:
                 del self._shelves[about]
 
