@@ -97,6 +97,11 @@ class ArenaFormat:
         return made
 
 
+def open_read_only(fd: int) -> int:
+    """Return a new descriptor of an arena that cannot be mapped for writing; the caller closes it."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+
 class ArenaView:
     """A mapping of an arena. Views it lends stay valid until dropped, also after ``close``."""
 
@@ -148,6 +153,11 @@ class ArenaView:
     def capacity_bytes(self) -> int:
         """Bytes of slot space."""
         return self.format.capacity_bytes
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether it is mapped for writing too."""
+        return self._is_writable
 
     @property
     def address(self) -> int:

@@ -53,7 +53,8 @@ class ClientStats:
 
     ``connects`` counts connections made, ``server_restarts`` those that met another server instance than
     the one before; ``timeouts`` and ``unavailable`` calls that ended so; ``checksum_failures`` blocks whose
-    bytes were wrong after the copy; ``protocol_errors`` connections closed because of what the server sent.
+    bytes were wrong after the copy or in place; ``protocol_errors`` connections closed because of what the
+    server sent; ``ended_leases`` views that were asked of a lease which had ended.
     """
 
     connects: int = 0
@@ -62,6 +63,7 @@ class ClientStats:
     unavailable: int = 0
     checksum_failures: int = 0
     protocol_errors: int = 0
+    ended_leases: int = 0
 
 
 class ClientState:
@@ -144,6 +146,11 @@ class ClientState:
         """Count a connection that was closed because of what the server sent."""
         with self._lock:
             self._stats = replace(self._stats, protocol_errors=self._stats.protocol_errors + 1)
+
+    def note_ended_lease(self) -> None:
+        """Count a view of a lease that has ended."""
+        with self._lock:
+            self._stats = replace(self._stats, ended_leases=self._stats.ended_leases + 1)
 
     def note_connected(self, instance: bytes) -> None:
         """Count a connection, and a restart if the instance is another than before."""

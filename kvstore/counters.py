@@ -75,6 +75,7 @@ class Counters:
 
     match: LookupCounters = field(default_factory=LookupCounters)
     fetch: LookupCounters = field(default_factory=LookupCounters)
+    exists: Counter[str] = field(default_factory=Counter)
     puts: Counter[str] = field(default_factory=Counter)
     evictions: Counter[str] = field(default_factory=Counter)
     write_drops: Counter[str] = field(default_factory=Counter)
@@ -91,6 +92,7 @@ class Counters:
         return {
             "match": self.match.as_dict(),
             "fetch": self.fetch.as_dict(),
+            "exists": dict(self.exists),
             "puts_blocks": dict(self.puts),
             "evictions_blocks": dict(self.evictions),
             "write_drops_blocks": dict(self.write_drops),

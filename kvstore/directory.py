@@ -181,6 +181,11 @@ class Directory:
             self._forget_idle_namespace(in_use() | {digest})
         return digest
 
+    def forget_namespace(self, namespace: NamespaceDigest) -> None:
+        """Have a namespace opened again before it is used; its blocks stay."""
+        self._namespaces.pop(namespace, None)
+        self._whole.pop(namespace, None)
+
     def shelf(self, namespace: NamespaceDigest, part: Part | None) -> Shelf:
         """Return the shelf of a part (None: the whole block) of an open namespace.
 
@@ -377,8 +382,7 @@ class Directory:
         kept = in_use | {namespace for (namespace, _), shelf in self._shelves.items() if shelf.entries}
         digest = next((digest for digest in self._namespaces if digest not in kept), None)
         if digest is not None:
-            del self._namespaces[digest]
-            self._whole.pop(digest, None)
+            self.forget_namespace(digest)
             for about in [about for about in self._shelves if about[0] == digest]:
                 del self._shelves[about]
 

@@ -3,46 +3,30 @@
 What needs no I/O has a form that answers at once, so that a server need not make a task for it.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Callable
+from typing import cast
 
-from kvstore.directory import BlockEntry, Copy, Shelf
+from kvstore.directory import BlockEntry, Shelf
+from kvstore.granting import Granter, ReadyCopies
 from kvstore.keys import BlockKey, PrefixChain
 from kvstore.layout import Part
 from kvstore.loading import Loader
 from kvstore.miss import MissReason
-from kvstore.mover import Mover
-from kvstore.recency import Uses
-from kvstore.results import Fetched, FetchedBlock, LeaseId, Owner, PrefixMatch
-from kvstore.state import State, WriteMode
+from kvstore.results import Fetched, Owner, PrefixMatch
+from kvstore.state import State
 from kvstore.tier import Tier
 
 Probed = dict[BlockKey, tuple[Tier, str]]
 """Blocks that a shared tier has been asked for and has: where, and under which name."""
 
 
-class ReadyCopies(NamedTuple):
-    """Copies in the top tier of a whole chain: each has slot, generation and checksum.
-
-    Without a lease they may leave at any time: a reader checks generation and checksum after its copy.
-    """
-
-    copies: Sequence[Copy]
-    length_bytes: int
-    origin: str
-    lease: LeaseId | None
-
-
 class Fetcher:
     """Matches and fetches of one manager. ``note_fill``: the top tier has become fuller."""
 
-    def __init__(
-        self, state: State, loader: Loader, mover: Mover, uses: Uses, note_fill: Callable[[], None]
-    ) -> None:
+    def __init__(self, state: State, loader: Loader, granter: Granter, note_fill: Callable[[], None]) -> None:
         self._state = state
         self._loader = loader
-        self._mover = mover
-        self._uses = uses
+        self._granter = granter
         self._note_fill = note_fill
         self._may_ask = any(tier.is_shared for tier in state.lower)
 
@@ -124,11 +108,7 @@ class Fetcher:
             InvalidRequest: the namespace is not open.
         """
         entries = self._all_on_top(chain, part)
-        state = self._state
-        if not entries or not state.leases.is_live(owner) or self._within_pin_budget(entries) < len(entries):
-            return None
-        lease = state.leases.grant(owner, entries, state.clock() + state.settings.lease_s)
-        return self._ready(entries, lease)
+        return self._granter.ready(owner, entries) if entries else None
 
     def peek_at_once(self, chain: PrefixChain, *, part: Part | None = None) -> ReadyCopies | None:
         """Find a chain that is READY in the top tier as a whole, and lease nothing; None if it is not.
@@ -139,17 +119,7 @@ class Fetcher:
             InvalidRequest: the namespace is not open.
         """
         entries = self._all_on_top(chain, part)
-        return self._ready(entries, None) if entries else None
-
-    def _ready(self, entries: Sequence[BlockEntry], lease: LeaseId | None) -> ReadyCopies:
-        top = self._state.top.name
-        copies = [entry.copies[top] for entry in entries]
-        for copy in copies:
-            if copy.generation is None:
-                self._note_generation(copy)
-        self._note_use(entries)
-        self._state.counters.fetch.count_hits(len(entries), top)
-        return ReadyCopies(copies, entries[0].length_bytes, top, lease)
+        return self._granter.seen(entries) if entries else None
 
     async def fetch(
         self,
@@ -175,11 +145,11 @@ class Fetcher:
             return Fetched((), None, MissReason.OTHER_EPOCH)
         on_top = self._all_on_top(chain, part)
         if on_top is not None:
-            return self._lease_to(owner, chain, on_top, [state.top.name] * len(on_top), None)
+            return self._granter.fetched(owner, chain, on_top, [state.top.name] * len(on_top), None)
         with state.holding() as held:
             origins, reason = await self._bring_up(shelf, chain, held, deadline_s)
             entries = [shelf.entries[key] for key in chain.keys[: len(origins)]]
-            fetched = self._lease_to(owner, chain, entries, origins, reason)
+            fetched = self._granter.fetched(owner, chain, entries, origins, reason)
         self._note_fill()
         return fetched
 
@@ -232,62 +202,3 @@ class Fetcher:
                 return None
             entries.append(entry)
         return entries
-
-    def _lease_to(
-        self,
-        owner: Owner,
-        chain: PrefixChain,
-        entries: Sequence[BlockEntry],
-        origins: list[str],
-        reason: MissReason | None,
-    ) -> Fetched:
-        """Lease READY leading blocks to whoever asked for a chain, and count how its lookups ended."""
-        state = self._state
-        blocks: tuple[FetchedBlock, ...] = ()
-        lease = None
-        if entries and not state.leases.is_live(owner):
-            entries, origins, reason = [], [], MissReason.UNAVAILABLE
-        within = self._within_pin_budget(entries)
-        if within < len(entries):
-            entries, origins, reason = entries[:within], origins[:within], MissReason.QUOTA
-        if entries:
-            lease = state.leases.grant(owner, entries, state.clock() + state.settings.lease_s)
-            blocks = tuple(map(self._fetched, entries, origins))
-        self._note_use(entries)
-        state.counters.fetch.count(len(chain), origins, reason)
-        return Fetched(blocks, lease, reason)
-
-    def _within_pin_budget(self, entries: Sequence[BlockEntry]) -> int:
-        """How many of these leading blocks their namespace may lease now."""
-        state = self._state
-        ratio = state.settings.pin_budget_ratio
-        if ratio >= 1.0 or not entries:
-            return len(entries)
-        left = ratio * state.top.capacity_bytes - state.leases.leased_bytes(entries[0].shelf.namespace)
-        for index, entry in enumerate(entries):
-            left -= 0 if entry.leases else entry.length_bytes
-            if left < 0:
-                return index
-        return len(entries)
-
-    def _note_use(self, entries: Sequence[BlockEntry]) -> None:
-        state = self._state
-        names = [entry.name for entry in entries]
-        for policy in state.policies.values():
-            policy.touch(names)
-        self._uses.note(entries)
-        if state.settings.write_mode is WriteMode.SECOND_HIT:
-            self._mover.write_through(entries)
-
-    def _fetched(self, entry: BlockEntry, origin: str) -> FetchedBlock:
-        copy = entry.copies[self._state.top.name]
-        if copy.generation is None:
-            self._note_generation(copy)
-        assert copy.slot is not None, "a READY copy in the top tier has no slot"
-        assert copy.generation is not None, "the copy's generation was not noted"
-        return FetchedBlock(copy.slot, copy.generation, entry.length_bytes, copy.checksum, origin)
-
-    def _note_generation(self, copy: Copy) -> None:
-        # It is the slot's for as long as the copy has the slot: only allocating and freeing raise it.
-        assert copy.slot is not None, "a READY copy in the top tier has no slot"
-        copy.generation = self._state.top.generation(copy.slot)

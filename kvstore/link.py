@@ -16,7 +16,16 @@ from pathlib import Path
 from kvstore.arena_link import ArenaCache, MappedArena
 from kvstore.errors import ProtocolMismatch, ServerUnavailable, TimedOut
 from kvstore.keys import NamespaceDigest
-from kvstore.messages import Answer, Failed, Hello, Request, Welcome, decode_answer, encode_message
+from kvstore.messages import (
+    Answer,
+    Failed,
+    Hello,
+    HelloReader,
+    Request,
+    Welcome,
+    decode_answer,
+    encode_message,
+)
 from kvstore.wire import Frame, FrameDecoder
 
 Dial = Callable[[float], socket.socket]
@@ -24,6 +33,7 @@ Dial = Callable[[float], socket.socket]
 
 _TELL_PATIENCE_S = 0.005
 _GREETING_ID = 0
+_ARENA_DESCRIPTORS = 2
 
 
 def unix_dial(path: Path) -> Dial:
@@ -60,8 +70,8 @@ class Link:
         self.opened: set[NamespaceDigest] = set()
 
     @classmethod
-    def open(cls, dial: Dial, arenas: ArenaCache, deadline_s: float) -> "Link":
-        """Connect and greet.
+    def open(cls, dial: Dial, arenas: ArenaCache, deadline_s: float, *, is_read_only: bool = False) -> "Link":
+        """Connect and greet; with ``is_read_only`` as a client that never writes.
 
         Raises:
             ServerUnavailable: nobody answers (TimedOut: not in time).
@@ -69,7 +79,7 @@ class Link:
         """
         sock = dial(deadline_s)
         try:
-            return cls(sock, *_greet(sock, arenas, deadline_s))
+            return cls(sock, *greet(sock, arenas, deadline_s, is_read_only=is_read_only))
         except BaseException:
             sock.close()
             raise
@@ -184,16 +194,17 @@ def receive_greeting(sock: socket.socket, decoder: FrameDecoder, fds: "array.arr
     """Receive once from a greeted server: bytes into ``decoder``, descriptors into ``fds``.
 
     Returns the frame once it is whole. Raises ServerUnavailable at the end of the stream, ProtocolMismatch
-    for more than one descriptor, and what ``socket.recvmsg`` raises.
+    for more descriptors than an arena has, and what ``socket.recvmsg`` raises.
     """
-    data, ancillary, flags, _ = sock.recvmsg(4096, socket.CMSG_SPACE(fds.itemsize), socket.MSG_CMSG_CLOEXEC)
+    room = socket.CMSG_SPACE(_ARENA_DESCRIPTORS * fds.itemsize)
+    data, ancillary, flags, _ = sock.recvmsg(4096, room, socket.MSG_CMSG_CLOEXEC)
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
     if not data:
         raise ServerUnavailable("server: it closed the connection at the greeting: is it full or stopping?")
-    if flags & socket.MSG_CTRUNC or len(fds) > 1:
-        raise ProtocolMismatch("greeting: more than one descriptor came with it")
+    if flags & socket.MSG_CTRUNC or len(fds) > _ARENA_DESCRIPTORS:
+        raise ProtocolMismatch(f"greeting: more than {_ARENA_DESCRIPTORS} descriptors came with it")
     decoder.feed(data)
     return decoder.next_frame()
 
@@ -201,7 +212,7 @@ def receive_greeting(sock: socket.socket, decoder: FrameDecoder, fds: "array.arr
 def accept_greeting(
     frame: Frame, decoder: FrameDecoder, fds: "array.array[int]", arenas: ArenaCache
 ) -> tuple[Welcome, MappedArena | None]:
-    """Check the answer to Hello and map the arena. Takes over the descriptor in ``fds``.
+    """Check the answer to Hello and map the arena. Takes over the descriptors in ``fds``.
 
     Raises:
         ServerUnavailable: the server refuses this client: it is full, stopping, or another user's.
@@ -216,12 +227,15 @@ def accept_greeting(
         return answer, None
     if not fds:
         raise ProtocolMismatch("greeting: the arena's descriptor did not come with it")
-    return answer, arenas.adopt(answer.instance, fds.pop(), answer.arena_bytes)
+    taken = list(fds)
+    del fds[:]
+    return answer, arenas.adopt(answer.instance, taken, answer.arena_bytes)
 
 
-def greeting() -> bytes:
+def greeting(*, is_read_only: bool = False) -> bytes:
     """Return the first frame a client sends."""
-    return encode_message(Hello(os.getpid()), _GREETING_ID)
+    hello = HelloReader(os.getpid()) if is_read_only else Hello(os.getpid())
+    return encode_message(hello, _GREETING_ID)
 
 
 def close_all(fds: "array.array[int]") -> None:
@@ -230,12 +244,20 @@ def close_all(fds: "array.array[int]") -> None:
         os.close(fds.pop())
 
 
-def _greet(sock: socket.socket, arenas: ArenaCache, deadline_s: float) -> tuple[Welcome, MappedArena | None]:
+def greet(
+    sock: socket.socket, arenas: ArenaCache, deadline_s: float, *, is_read_only: bool
+) -> tuple[Welcome, MappedArena | None]:
+    """Greet the server on a connected blocking socket, and map its arena.
+
+    Raises:
+        ServerUnavailable: nobody answers (TimedOut: not in time).
+        ProtocolMismatch: the server speaks another version, or its arena is not one.
+    """
     decoder, fds = FrameDecoder(), array.array("i")
     try:
         sock.settimeout(_patience_s(deadline_s))
         with contextlib.suppress(ConnectionError):  # a refusal may already lie in our receive buffer
-            sock.sendall(greeting())
+            sock.sendall(greeting(is_read_only=is_read_only))
         while (frame := receive_greeting(sock, decoder, fds)) is None:
             sock.settimeout(_patience_s(deadline_s))
         return accept_greeting(frame, decoder, fds, arenas)

@@ -12,17 +12,19 @@ from kvstore.epoch_file import EpochFile
 from kvstore.epochs import EpochKeeper
 from kvstore.errors import InvalidRequest
 from kvstore.explain import explain
-from kvstore.fetching import Fetcher, ReadyCopies
+from kvstore.fetching import Fetcher
 from kvstore.garbage import garbage_collection_paused
+from kvstore.granting import Granter, ReadyCopies
 from kvstore.inspection import check_manager, check_top_copies
-from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
+from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
 from kvstore.loading import Loader
 from kvstore.mover import Mover
 from kvstore.policy import EvictionPolicy, LruPolicy
+from kvstore.presence import find_present
 from kvstore.putting import Putter
 from kvstore.recency import Uses
-from kvstore.results import BlockReport, Fetched, LeaseId, Owner, PrefixMatch, Reserved
+from kvstore.results import BlockReport, Fetched, LeaseId, MatchedLease, Owner, PrefixMatch, Reserved
 from kvstore.space import Space
 from kvstore.state import ManagerSettings, State
 from kvstore.tier import Slot, SlotTier, Tier
@@ -77,9 +79,10 @@ class BlockManager:
         self._loader = Loader(self._state, self._space, self._mover.write_through)
         self._epochs = EpochKeeper(self._state, self._space, epoch_file)
         self._uses = Uses(self._state)
+        self._granter = Granter(self._state, self._uses, self._mover)
         self._maintenance: list[asyncio.Task[None]] = []
         self._closing: asyncio.Future[None] | None = None
-        self._fetcher = Fetcher(self._state, self._loader, self._mover, self._uses, self._note_fill)
+        self._fetcher = Fetcher(self._state, self._loader, self._granter, self._note_fill)
         self._putter = Putter(self._state, self._space, self._mover, self._note_fill)
         self._departure = Departure(self._state, self._space, self._mover)
         self._needs_aging = asyncio.Event()
@@ -167,6 +170,37 @@ class BlockManager:
             InvalidRequest: the namespace is not open.
         """
         return self._fetcher.match_at_once(chain, part=part)
+
+    async def match_and_lease(
+        self, chain: PrefixChain, *, owner: Owner, part: Part | None = None, timeout_s: float | None = None
+    ) -> MatchedLease:
+        """Match, and lease of the stored leading blocks those that are in the top tier, up to the first that
+        is not.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        found = await self.match(chain, part=part, timeout_s=timeout_s)
+        shelf = self._state.directory.shelf(chain.namespace, part)
+        blocks, lease = self._granter.leading_on_top(owner, shelf, chain[: found.blocks])
+        return MatchedLease(found, blocks, lease)
+
+    async def exists(
+        self,
+        namespace: NamespaceDigest,
+        keys: Sequence[BlockKey],
+        *,
+        part: Part | None = None,
+        timeout_s: float | None = None,
+    ) -> list[bool]:
+        """Say for each key whether its block is stored; any keys of the namespace, in any order.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        shelf = self._state.directory.shelf(namespace, part)
+        deadline_s = self._state.deadline_s(timeout_s)
+        return await find_present(self._state, self._loader, shelf, keys, deadline_s=deadline_s)
 
     async def fetch(
         self,
@@ -287,6 +321,23 @@ class BlockManager:
         for entry in entries or ():
             self._state.note_release(entry)
 
+    def renew(self, lease: LeaseId, *, owner: Owner) -> float:
+        """Have a lease last its full time from now; returns the seconds, 0.0 if there is no such lease."""
+        return self._granter.renew(lease, owner)
+
+    def has_anything(self, owner: Owner) -> bool:
+        """Whether an owner has a lease or a lent slot."""
+        return self._state.leases.has_anything(owner)
+
+    def has_slots(self, slots: Sequence[Slot], *, owner: Owner) -> bool:
+        """Whether slots are lent to an owner whose time for writing into them is not over."""
+        return all(self._state.leases.lent(owner, slot) is not None for slot in slots)
+
+    @property
+    def lease_s(self) -> float:
+        """Seconds that a lease lasts which is neither renewed nor released."""
+        return self._state.settings.lease_s
+
     def release_owner(self, owner: Owner) -> None:
         """End an owner and everything it has: leases end, unnamed slots are freed."""
         self._take_effect(*self._state.leases.end_owner(owner))
@@ -372,6 +423,7 @@ class BlockManager:
         return {
             "tiers": {tier.name: self._occupancy(tier) for tier in state.all_tiers()},
             "live_leases": state.leases.num_leases,
+            "overdue_slots": state.leases.num_overdue,
             "owners": state.leases.num_owners,
             "loads": self._loader.num_loads,
             "epochs": state.directory.epochs(),
@@ -448,7 +500,11 @@ class BlockManager:
                 self._state.beliefs[tier.name].clear()
 
     def expire(self) -> None:
-        """End leases and lendings that are past their deadline; runs by itself several times a second."""
-        entries, slots = self._state.leases.expire(self._state.clock())
-        self._state.counters.leases["expired"] += len(entries) + len(slots)
-        self._take_effect(entries, slots)
+        """End leases and lendings that are past their deadline; runs by itself several times a second.
+
+        A lent slot past its deadline cannot be committed any more; it is freed when it is returned, or with
+        its owner.
+        """
+        entries, num_overdue = self._state.leases.expire(self._state.clock())
+        self._state.counters.leases["expired"] += len(entries) + num_overdue
+        self._take_effect(entries, ())

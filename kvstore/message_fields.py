@@ -166,6 +166,35 @@ class ChainRef:
 
 
 @dataclass(frozen=True, slots=True)
+class KeySet:
+    """Blocks that a request is about which need not be a chain: any keys of one namespace, in any order."""
+
+    namespace: NamespaceDigest
+    keys: tuple[BlockKey, ...]
+    part: Part | None = None
+
+    FIELDS: ClassVar[int] = 3
+
+    def to_wire(self) -> Values:
+        """Return the positional values; the keys are one byte string."""
+        if len(self.keys) > MAX_KEYS:
+            raise InvalidRequest(f"request: {len(self.keys)} keys, limit {MAX_KEYS}: split them")
+        return (self.namespace, b"".join(self.keys), b"" if self.part is None else self.part.pack())
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked keys. Raises ProtocolMismatch if the values are none."""
+        namespace, blob, part = values
+        keys = byte_string(blob, "keys", high=MAX_KEYS * KEY_BYTES, step=KEY_BYTES)
+        packed = byte_string(part, "part", high=8)
+        try:
+            checked_part = Part.unpack(packed) if packed else None
+        except InvalidLayout as error:
+            raise ProtocolMismatch(f"message: {error}") from error
+        return cls(NamespaceDigest(_digest(namespace, "namespace")), tuple(_split_keys(keys)), checked_part)
+
+
+@dataclass(frozen=True, slots=True)
 class EmptyMessage:
     """A message without fields."""
 

@@ -10,14 +10,22 @@ disk holds goes on, but not as a request under way.
 import asyncio
 import json
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
+from kvstore.answering import (
+    answer_exists,
+    answer_lease,
+    answer_match_and_lease,
+    answer_ready,
+    answer_renew,
+    answer_seen,
+    ready_slots,
+)
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolMismatch, ServerUnavailable, TimedOut
-from kvstore.fetching import ReadyCopies
-from kvstore.keys import KEY_BYTES
 from kvstore.late_work import LateWork
 from kvstore.log_limit import LimitedWarning
 from kvstore.manager import BlockManager
@@ -31,27 +39,30 @@ from kvstore.messages import (
     Demote,
     Done,
     Drop,
+    Exists,
     Failed,
     FailureCode,
     Fetch,
     Flush,
+    LeaseChain,
     Lent,
     LentSlot,
     ListNamespaces,
     Match,
+    MatchAndLease,
     Matched,
     OpenNamespace,
     Peek,
     Ping,
     Prefetch,
     Ready,
-    ReadySlot,
     Release,
+    Renew,
     Report,
+    ReportDamage,
     Request,
     Reserve,
     ReturnSlots,
-    Seen,
     Stats,
     TierNames,
     Why,
@@ -70,9 +81,11 @@ _MAX_LISTED_NAMESPACES = 256
 MAX_IN_FLIGHT = 32
 """Requests of one connection that may be under way; more wait unread in its socket."""
 
-_TURN_BLOCKS = 4096
-_BLOCKS_PER_FRAME = 128
-"""What a connection may have answered at one turn of the loop, in blocks named; a frame counts as some."""
+_TURN_BYTES = 64 << 10
+_LEAST_COST_BYTES = 2 << 10
+"""What a connection may have accepted before it is the others' turn: so many bytes, a small frame counted as
+so many. A client with many large requests, or very many small ones, keeps no other waiting for more than one
+such turn."""
 
 _WRITE_HIGH_BYTES = 1 << 20
 _SLOW_READER_S = 10.0
@@ -92,6 +105,8 @@ class ServerCounters:
     connections: int = 0
     refused_connections: int = 0
     protocol_errors: int = 0
+    silent_greetings: int = 0
+    idle_ended: int = 0
     slow_readers: int = 0
     failed_requests: int = 0
     corrupt_reports: int = 0
@@ -103,6 +118,8 @@ class ServerCounters:
             "connections": self.connections,
             "refused_connections": self.refused_connections,
             "protocol_errors": self.protocol_errors,
+            "silent_greetings": self.silent_greetings,
+            "idle_ended": self.idle_ended,
             "slow_readers": self.slow_readers,
             "failed_requests": self.failed_requests,
             "corrupt_reports": self.corrupt_reports,
@@ -141,12 +158,13 @@ class Connection(asyncio.BufferedProtocol):
         self._namespaces: set[bytes] = set()
         self._lent: dict[int, int] = {}
         self._transport: asyncio.Transport | None = None
-        self._next_turn: asyncio.Handle | None = None
         self._is_choked = False
         self._is_draining = False
         self._slow_timer: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
+        self._heard_s = time.monotonic()
+        self._is_turn_over = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to serve."""
@@ -162,6 +180,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Take bytes from the client."""
+        self._heard_s = time.monotonic()
         self._decoder.received(nbytes)
         self._pump()
 
@@ -170,8 +189,6 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = None
         if self._slow_timer is not None:
             self._slow_timer.cancel()
-        if self._next_turn is not None:
-            self._next_turn.cancel()
         for task in self._in_flight.values():
             task.cancel()
         self._manager.release_owner(self._owner)
@@ -191,6 +208,13 @@ class Connection(asyncio.BufferedProtocol):
             self._slow_timer = None
         self._pump()
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the client was last heard, while it waits for nothing and holds nothing; else 0."""
+        if self._in_flight or self._manager.has_anything(self._owner):
+            return 0.0
+        return time.monotonic() - self._heard_s
+
     async def drain(self) -> None:
         """Refuse new requests and wait until those under way are answered."""
         self._is_draining = True
@@ -207,17 +231,17 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def _pump(self) -> None:
-        """Accept whole frames while there is room for their requests, and read on only if there is."""
-        if self._next_turn is not None:
+        """Accept whole frames while there is room for their requests, and read on only if there is.
+
+        After a turn's worth of them the other connections have theirs first.
+        """
+        if self._is_turn_over:
             return
-        turn_blocks = _TURN_BLOCKS
+        left_bytes = _TURN_BYTES
         try:
-            while self._has_room and (frame := self._decoder.next_frame()) is not None:
-                turn_blocks -= _BLOCKS_PER_FRAME + len(frame.body) // KEY_BYTES
+            while left_bytes > 0 and self._has_room and (frame := self._decoder.next_frame()) is not None:
+                left_bytes -= max(len(frame.body), _LEAST_COST_BYTES)
                 self._accept(frame)
-                if turn_blocks <= 0:
-                    self._next_turn = asyncio.get_running_loop().call_soon(self._take_turn)
-                    break
         except ProtocolMismatch as error:
             self._counters.protocol_errors += 1
             self._malformed.warn("server: closed a connection: %s", error)
@@ -226,13 +250,16 @@ class Connection(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        if self._next_turn is None and self._has_room:
+        if left_bytes <= 0 and self._decoder.pending_bytes:
+            self._is_turn_over = True
+            asyncio.get_running_loop().call_soon(self._begin_turn)
+        if self._has_room and not self._is_turn_over:
             transport.resume_reading()
         else:
             transport.pause_reading()
 
-    def _take_turn(self) -> None:
-        self._next_turn = None
+    def _begin_turn(self) -> None:
+        self._is_turn_over = False
         self._pump()
 
     @property
@@ -251,6 +278,8 @@ class Connection(asyncio.BufferedProtocol):
             self._release(request)
         elif isinstance(request, ReturnSlots):
             self._return(request)
+        elif isinstance(request, ReportDamage):
+            self._note_damage(request.about)
         elif frame.request_id in self._in_flight:
             raise ProtocolMismatch(f"request id {frame.request_id} is already under way")
         elif self._is_draining:
@@ -282,10 +311,10 @@ class Connection(asyncio.BufferedProtocol):
         match request:
             case Peek(about, _):
                 found = self._manager.peek_at_once(about.chain, part=about.part)
-                return None if found is None else Seen(found.length_bytes, _ready_slots(found), found.origin)
+                return None if found is None else answer_seen(found)
             case Fetch(about, _):
                 found = self._manager.fetch_at_once(about.chain, owner=self._owner, part=about.part)
-                return None if found is None else _ready(found)
+                return None if found is None else answer_ready(found)
             case Match(about, _):
                 matched = self._manager.match_at_once(about.chain, part=about.part)
                 return None if matched is None else Matched(TierNames.of(matched.tiers), matched.reason)
@@ -300,6 +329,8 @@ class Connection(asyncio.BufferedProtocol):
                 return self._open_namespace(request)
             case Stats():
                 return self._report()
+            case Renew():
+                return answer_renew(self._manager, self._owner, request)
             case _:
                 return None
 
@@ -325,6 +356,12 @@ class Connection(asyncio.BufferedProtocol):
                 return Matched(TierNames.of(found.tiers), found.reason)
             case Fetch() | Peek():
                 return await self._fetch(request)
+            case Exists():
+                return await answer_exists(self._manager, request)
+            case LeaseChain():
+                return await answer_lease(self._manager, self._owner, request)
+            case MatchAndLease():
+                return await answer_match_and_lease(self._manager, self._owner, request)
             case Reserve():
                 return await self._reserve(request)
             case Prefetch(about, timeout_us):
@@ -374,14 +411,10 @@ class Connection(asyncio.BufferedProtocol):
         fetched = await self._manager.fetch(
             about.chain, owner=self._owner, part=about.part, timeout_s=request.timeout_us / 1e6
         )
-        slots = []
-        for block in fetched.blocks:
-            assert block.checksum is not None, "an arena block has no checksum"
-            slots.append(ReadySlot(block.slot, block.generation, block.checksum))
         return Ready(
             lease=fetched.lease,
             length_bytes=fetched.blocks[0].length_bytes if fetched.blocks else 0,
-            slots=tuple(slots),
+            slots=ready_slots(fetched.blocks),
             origins=TierNames.of([block.origin for block in fetched.blocks]),
             reason=fetched.reason,
         )
@@ -401,6 +434,7 @@ class Connection(asyncio.BufferedProtocol):
     def _commit(self, request: Commit) -> Count:
         about, owner = request.about, self._owner
         num_stored = 0
+        is_late = False
         ours = [slot for slot in request.slots if self._take_lent(slot.offset, slot.generation)]
         try:
             for run in _contiguous_runs(ours):
@@ -412,8 +446,11 @@ class Connection(asyncio.BufferedProtocol):
                     part=about.part,
                 )
                 num_stored += sum(stored)
+            is_late = not self._manager.has_slots([Slot(slot.offset) for slot in ours], owner=owner)
         finally:
             self._manager.return_slots([Slot(slot.offset) for slot in ours], owner=owner)
+        if is_late:
+            raise TimedOut("server: the slots were lent for less time than the writing took")
         return Count(num_stored)
 
     def _return(self, request: ReturnSlots) -> None:
@@ -435,10 +472,14 @@ class Connection(asyncio.BufferedProtocol):
 
     def _release(self, request: Release) -> None:
         self._manager.release(LeaseId(request.lease), owner=self._owner)
-        if request.corrupt is not None and not self._is_draining:
+        if request.corrupt is not None:
+            self._note_damage(request.corrupt)
+
+    def _note_damage(self, about: ChainRef) -> None:
+        if not self._is_draining:
             self._counters.corrupt_reports += 1
             self._malformed.warn("server: a client found a damaged block: it is looked at")
-            task = asyncio.create_task(self._look_at_damage(request.corrupt))
+            task = asyncio.create_task(self._look_at_damage(about))
             report_id = -self._counters.corrupt_reports  # no request id is negative
             self._in_flight[report_id] = task
             self._idle.clear()
@@ -477,21 +518,6 @@ class Connection(asyncio.BufferedProtocol):
             "server: closed a connection: it did not read its answers for %g s", _SLOW_READER_S
         )
         self.abort()
-
-
-def _ready_slots(found: ReadyCopies) -> tuple[ReadySlot, ...]:
-    slots = []
-    for copy in found.copies:
-        assert copy.slot is not None, "a READY copy in the top tier has no slot"
-        assert copy.generation is not None, "a copy without its generation was found ready"
-        assert copy.checksum is not None, "an arena block has no checksum"
-        slots.append(ReadySlot(copy.slot, copy.generation, copy.checksum))
-    return tuple(slots)
-
-
-def _ready(found: ReadyCopies) -> Ready:
-    slots = _ready_slots(found)
-    return Ready(found.lease, found.length_bytes, slots, TierNames((found.origin,), bytes(len(slots))), None)
 
 
 def _limit_s(request: Request) -> float:

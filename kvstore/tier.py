@@ -192,10 +192,12 @@ class Probe:
     """What a shared tier answers about blocks: for each the tier that holds it, or None.
 
     ``reason`` says why the first None is one, where the tier knows more than that the block is not there.
+    ``num_known`` is given by a tier that stopped early: behind that many blocks a None says nothing.
     """
 
     tiers: list[str | None]
     reason: MissReason | None = None
+    num_known: int | None = None
 
 
 class Tier(Protocol):

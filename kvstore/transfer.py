@@ -28,8 +28,11 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 class SlotReader(Protocol):
     """An arena as readers see it."""
 
+    def slot(self, offset: int, length_bytes: int) -> memoryview:
+        """Return the slot's bytes in place."""
+
     def slot_array(self, offset: int, length_bytes: int) -> Bytes:
-        """Return the slot's bytes."""
+        """Return the slot's bytes in place, as an array."""
 
     def generation(self, offset: int) -> int:
         """Return the slot's generation."""

@@ -52,7 +52,7 @@ def sync_client(store: StoreProcess) -> Iterator[KVStore]:
 @pytest.fixture
 async def async_client(store: StoreProcess) -> AsyncIterator[AsyncKVStore]:
     async with await AsyncKVStore.connect(store.socket_path, timeouts=PATIENT) as client:
-        client.open_namespace(NAMESPACE)
+        await client.open_namespace(NAMESPACE)
         yield client
 
 
@@ -73,7 +73,7 @@ async def client(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
             else:
                 face = await AsyncKVStore.connect(store.socket_path, timeouts=PATIENT)
                 await opened.enter_async_context(face)
-        face.open_namespace(NAMESPACE)
+        await face.open_namespace(NAMESPACE)
         yield face
         with contextlib.suppress(InvalidRequest):  # the test closed the client
             assert await face.check() == []

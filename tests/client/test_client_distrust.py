@@ -76,7 +76,7 @@ async def _client(kind: str, path: Path) -> AsyncIterator[Face]:
             yield SyncFace(client)
     else:
         async with await AsyncKVStore.connect(path, timeouts=PATIENT) as client:
-            client.open_namespace(NAMESPACE)
+            await client.open_namespace(NAMESPACE)
             yield client
 
 

@@ -20,6 +20,9 @@ class FakeArena:
         self.memory = bytearray(range(64))
         self.generations = dict.fromkeys(range(0, 64, 8), 1)
 
+    def slot(self, offset: int, length_bytes: int) -> memoryview:
+        return memoryview(self.memory)[offset : offset + length_bytes]
+
     def slot_array(self, offset: int, length_bytes: int) -> npt.NDArray[np.uint8]:
         return np.frombuffer(self.memory, np.uint8)[offset : offset + length_bytes]
 

@@ -67,7 +67,7 @@ async def server(tmp_path: Path) -> AsyncIterator[StoreServer]:
 @pytest.fixture
 async def client(server: StoreServer, tmp_path: Path) -> AsyncIterator[AsyncKVStore]:
     async with await AsyncKVStore.connect(tmp_path / "kv.sock", timeouts=PATIENT) as connected:
-        connected.open_namespace(NAMESPACE)
+        await connected.open_namespace(NAMESPACE)
         yield connected
 
 

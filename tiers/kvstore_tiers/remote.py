@@ -215,7 +215,8 @@ class RemoteTier:
         first = next((index for index, is_here in enumerate(found) if not is_here), None)
         is_known = first is None or found[first] is False
         tiers = [self._name if is_here else None for is_here in found]
-        return Probe(tiers, None if first is None or is_known else ending.reason(first))
+        reason = None if first is None or is_known else ending.reason(first)
+        return Probe(tiers, reason, next((at for at, is_here in enumerate(found) if is_here is None), None))
 
     async def read(self, requests: Sequence[ReadRequest], *, deadline_s: float) -> list[ReadOutcome]:
         """Read copies into the buffers, and verify them."""
