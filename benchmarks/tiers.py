@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from raw_media import RawFile, RawRedis, Redis, aligned
 
 from kvstore.checksum import as_bytes_array, checksum, copy_with_checksum
 from kvstore.keys import BlockKey, NamespaceDigest
@@ -30,6 +29,7 @@ from kvstore.tier import BlockHeader, BlockId, ReadRequest, ReadStatus, WriteReq
 from kvstore_tiers.dram import DramTier
 from kvstore_tiers.remote import RemoteTier
 from kvstore_tiers.ssd import SsdTier
+from raw_media import RawFile, RawRedis, Redis, aligned
 
 BLOCK_BYTES = [64 << 10, 360 << 10, 2 << 20, 8 << 20]
 BATCH_BYTES = 32 << 20

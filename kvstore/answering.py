@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvstore.granting import ReadyCopies
 from kvstore.manager import BlockManager
 from kvstore.messages import (
     Exists,
@@ -11,13 +12,36 @@ from kvstore.messages import (
     Leased,
     MatchAndLease,
     Presence,
+    Ready,
     ReadySlot,
     Renew,
     Renewed,
+    Seen,
     TierNames,
     timeout_us,
 )
 from kvstore.results import FetchedBlock, LeaseId, Owner
+
+
+def answer_ready(found: ReadyCopies) -> Ready:
+    """Say where leased copies of a whole chain are."""
+    slots = _copy_slots(found)
+    return Ready(found.lease, found.length_bytes, slots, TierNames((found.origin,), bytes(len(slots))), None)
+
+
+def answer_seen(found: ReadyCopies) -> Seen:
+    """Say where copies of a whole chain are that are not leased."""
+    return Seen(found.length_bytes, _copy_slots(found), found.origin)
+
+
+def _copy_slots(found: ReadyCopies) -> tuple[ReadySlot, ...]:
+    slots: list[ReadySlot] = []
+    for copy in found.copies:
+        assert copy.slot is not None, "a READY copy in the top tier has no slot"
+        assert copy.generation is not None, "a copy without its generation was found ready"
+        assert copy.checksum is not None, "an arena block has no checksum"
+        slots.append(ReadySlot(copy.slot, copy.generation, copy.checksum))
+    return tuple(slots)
 
 
 async def answer_exists(manager: BlockManager, request: Exists) -> Presence:

@@ -147,7 +147,7 @@ class Ready:
         count_fields(values, 6, "ready")
         lease, length, records, names, indices, reason = values
         blob = byte_string(records, "slots", high=MAX_KEYS * _READY.size, step=_READY.size)
-        slots = tuple([ReadySlot(*fields) for fields in _READY.iter_unpack(blob)])
+        slots = tuple(map(ReadySlot._make, _READY.iter_unpack(blob)))
         if (lease is None) != (not slots):
             raise ProtocolMismatch("message: a lease is given exactly when there are blocks")
         return cls(
@@ -156,6 +156,31 @@ class Ready:
             slots,
             TierNames.from_wire(names, indices, len(slots)),
             miss_reason_or_none(reason),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Answer to Peek: slots of all blocks of the chain, in one tier and not leased."""
+
+    KIND: ClassVar[int] = 0x800B
+    length_bytes: int
+    slots: tuple[ReadySlot, ...]
+    tier: str
+
+    def to_wire(self) -> Values:
+        """Return the fields, one record per slot."""
+        return (self.length_bytes, b"".join([_READY.pack(*slot) for slot in self.slots]), self.tier)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked answer; whether it has a slot per block is checked by who knows their number."""
+        count_fields(values, 3, "seen")
+        blob = byte_string(values[1], "slots", high=MAX_KEYS * _READY.size, step=_READY.size)
+        return cls(
+            integer(values[0], 0, MAX_BLOCK_BYTES, "length_bytes"),
+            tuple(map(ReadySlot._make, _READY.iter_unpack(blob))),
+            text(values[2], "a tier name", limit=64),
         )
 
 
@@ -187,7 +212,7 @@ class Lent:
         """Return the checked answer; positions grow."""
         count_fields(values, 2, "lent")
         blob = byte_string(values[0], "slots", high=MAX_KEYS * _LENT.size, step=_LENT.size)
-        slots = tuple([LentSlot(*fields) for fields in _LENT.iter_unpack(blob)])
+        slots = tuple(map(LentSlot._make, _LENT.iter_unpack(blob)))
         check_positions([slot.position for slot in slots], MAX_KEYS)
         return cls(slots, integer(values[1], 0, MAX_KEYS, "present"))
 

@@ -45,6 +45,7 @@ from kvstore.messages import (
     ListNamespaces,
     Match,
     Matched,
+    Peek,
     Ping,
     Prefetch,
     Ready,
@@ -54,6 +55,7 @@ from kvstore.messages import (
     Request,
     Reserve,
     ReturnSlots,
+    Seen,
     Stats,
     UnusedSlot,
     Why,
@@ -67,6 +69,9 @@ from kvstore.wire import MAX_KEYS
 
 WINDOW_BYTES = 128 << 20
 """Payload bytes that one request of a larger call leases or reserves, so that no call holds the arena."""
+
+_PEEK_BYTES = 4 << 20
+"""Up to here blocks are copied without a lease, which costs a second message: they hardly leave meanwhile."""
 
 _MAX_WINDOW_BLOCKS = 1024
 _ANSWER_RESERVE_S = 0.002
@@ -311,16 +316,69 @@ def fetch_plan(
     check_keys(chain)
     window = _window_blocks(length_bytes)
     for start in range(0, len(chain), window):
-        about = ChainRef(chain[start : start + window], part)
-        answer = yield from ask_for(Fetch(about, server_timeout_us(session)), Ready)
-        if len(answer.slots) > len(about.chain) or (answer.slots and answer.length_bytes != length_bytes):
-            raise ProtocolMismatch("answer: fetched blocks do not fit the request")
+        about = ChainRef(chain if window >= len(chain) else chain[start : start + window], part)
+        if len(about.chain) * length_bytes <= _PEEK_BYTES:
+            answer = yield from _ask_peek(session, about, length_bytes)
+            if isinstance(answer, Seen):
+                end = yield from _copy_seen(session, answer, buffers=buffers, start=start, tally=tally)
+                if end is ReadEnd.ALL:
+                    continue
+                if end is ReadEnd.STOPPED:
+                    return _why_stopped(session)
+                answer = yield from _ask_fetch(session, about, length_bytes)
+        else:
+            answer = yield from _ask_fetch(session, about, length_bytes)
         reason = yield from _copy_out(session, about, answer, buffers=buffers, start=start, tally=tally)
         if reason is not None:
             return reason
         if len(answer.slots) < len(about.chain):
             return answer.reason or MissReason.UNAVAILABLE
     return None
+
+
+def _ask_fetch(session: Session, about: ChainRef, length_bytes: int) -> Plan[Ready]:
+    answer = yield from ask_for(Fetch(about, server_timeout_us(session)), Ready)
+    return _fitting(answer, about, length_bytes)
+
+
+def _ask_peek(session: Session, about: ChainRef, length_bytes: int) -> Plan[Seen | Ready]:
+    answer: Answer = yield Ask(Peek(about, server_timeout_us(session)))
+    if isinstance(answer, Seen):
+        if len(answer.slots) != len(about.chain.keys) or answer.length_bytes != length_bytes:
+            raise ProtocolMismatch("answer: seen blocks do not fit the request")
+        return answer
+    if isinstance(answer, Failed):
+        raise answer.to_error()
+    if not isinstance(answer, Ready):
+        raise ProtocolMismatch(f"answer: {type(answer).__name__} to Peek")
+    return _fitting(answer, about, length_bytes)
+
+
+def _fitting(answer: Ready, about: ChainRef, length_bytes: int) -> Ready:
+    if len(answer.slots) > len(about.chain) or (answer.slots and answer.length_bytes != length_bytes):
+        raise ProtocolMismatch("answer: fetched blocks do not fit the request")
+    return answer
+
+
+def _why_stopped(session: Session) -> MissReason:
+    return MissReason.UNAVAILABLE if session.remaining_s() > 0 else MissReason.TIMED_OUT
+
+
+def _copy_seen(
+    session: Session, seen: Seen, *, buffers: BufferSource, start: int, tally: FetchTally
+) -> Plan[ReadEnd]:
+    """Copy blocks that are not leased; if they changed meanwhile, nothing was noted."""
+    arena, slots = session.reading_arena(), seen.slots
+    targets = buffers(start, start + len(slots))
+
+    def copy(should_stop: Callable[[], bool]) -> tuple[int, ReadEnd]:
+        return read_slots(arena, slots, targets, should_stop)
+
+    end: ReadEnd
+    good, end = yield Work(copy, len(slots) * seen.length_bytes)
+    if end is ReadEnd.ALL or end is ReadEnd.STOPPED:
+        tally.add(slots[:good], (seen.tier,) * good)
+    return end
 
 
 def _copy_out(
@@ -348,7 +406,7 @@ def _copy_out(
         if end is ReadEnd.ALL:
             return None
         if end is ReadEnd.STOPPED:
-            return MissReason.UNAVAILABLE if session.remaining_s() > 0 else MissReason.TIMED_OUT
+            return _why_stopped(session)
         session.note_corrupt()
         if end is ReadEnd.DAMAGED:
             corrupt = ChainRef(about.chain[good : good + 1], about.part)
@@ -482,7 +540,7 @@ def allocate_blocks(length_bytes: int, into: list[Bytes]) -> BufferSource:
     """Return a source that makes one array per block when it is needed, and collects them in ``into``."""
 
     def make(start: int, stop: int) -> Sequence[Bytes]:
-        into.extend(np.empty(length_bytes, np.uint8) for _ in range(stop - start))
+        into.extend(np.empty(length_bytes, np.uint8) for _ in range(stop - len(into)))
         return into[start:stop]
 
     return make

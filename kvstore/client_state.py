@@ -77,6 +77,7 @@ class ClientState:
         self._lock = threading.Lock()
         self._namespaces: dict[NamespaceDigest, Namespace] = {}
         self._public: set[NamespaceDigest] = set()
+        self._lengths: dict[NamespaceDigest, tuple[int, int]] = {}  # tokens and bytes of a block
         self._stats = ClientStats()
         self._instance: bytes | None = None
         self._pause_s = 0.0
@@ -85,7 +86,9 @@ class ClientState:
     def open_namespace(self, namespace: Namespace) -> None:
         """Make a namespace's chains usable in this client."""
         with self._lock:
-            self._namespaces[namespace.digest] = namespace
+            digest, layout = namespace.digest, namespace.layout
+            self._lengths[digest] = layout.block_tokens, layout.block_bytes
+            self._namespaces[digest] = namespace
 
     def note_public(self, digest: NamespaceDigest) -> None:
         """Remember that a namespace was opened as one that tenants share."""
@@ -113,11 +116,12 @@ class ClientState:
             InvalidLayout: the part is not within the layout.
         """
         layout = self.namespace(chain.namespace).layout
-        if chain.block_tokens != layout.block_tokens:
+        block_tokens, block_bytes = self._lengths[chain.namespace]
+        if chain.block_tokens != block_tokens:
             raise InvalidRequest(
-                f"chain: blocks of {chain.block_tokens} tokens, the namespace has {layout.block_tokens}"
+                f"chain: blocks of {chain.block_tokens} tokens, the namespace has {block_tokens}"
             )
-        return layout.block_bytes if part is None else layout.part_bytes(part)
+        return block_bytes if part is None else layout.part_bytes(part)
 
     def deadline_s(self, timeout_s: float | None, default_s: float) -> float:
         """Return the instant at which a call must be over.

@@ -51,14 +51,15 @@ class Gone:
 class Copy:
     """One copy in one tier.
 
-    ``slot`` and ``checksum`` belong to copies in the top tier. ``is_counted`` says that the parent counts
-    this copy among its children.
+    ``slot`` and ``checksum`` belong to copies in the top tier, and so does ``generation``: that of the slot,
+    None until somebody asks for it. ``is_counted`` says that the parent counts this copy among its children.
     """
 
     state: CopyState
     slot: Slot | None = None
     checksum: int | None = None
     is_counted: bool = False
+    generation: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -123,13 +124,17 @@ class BlockEntry:
 
 @dataclass(slots=True, weakref_slot=True)
 class Shelf:
-    """The blocks of one part of one namespace. Of a stale one (an epoch that is over) none is served."""
+    """The blocks of one part of one namespace. Of a stale one (an epoch that is over) none is served.
+
+    ``fastest`` repeats what the entries say, for look-ups of thousands of keys at once.
+    """
 
     namespace: NamespaceDigest
     part: Part
     layout: bytes
     length_bytes: int
     entries: dict[BlockKey, BlockEntry] = field(default_factory=dict)
+    fastest: dict[BlockKey, str] = field(default_factory=dict)
     is_stale: bool = False
     part_bytes: bytes = b""
 
@@ -156,6 +161,7 @@ class Directory:
         self._certain_tiers = tuple(certain_tiers)
         # A shelf lives as long as its entries, or whoever looks at it: naming parts costs no memory.
         self._shelves: WeakValueDictionary[tuple[NamespaceDigest, Part], Shelf] = WeakValueDictionary()
+        self._whole: dict[NamespaceDigest, Shelf] = {}  # of open namespaces, as ``shelf`` found them last
         self._namespaces: OrderedDict[NamespaceDigest, Namespace] = OrderedDict()
         self._by_name: dict[StorageKey, BlockEntry] = {}
         self._gone: OrderedDict[StorageKey, Gone] = OrderedDict()
@@ -177,6 +183,11 @@ class Directory:
             self._forget_idle_namespace(in_use() | {digest})
         return digest
 
+    def forget_namespace(self, namespace: NamespaceDigest) -> None:
+        """Have a namespace opened again before it is used; its blocks stay."""
+        self._namespaces.pop(namespace, None)
+        self._whole.pop(namespace, None)
+
     def shelf(self, namespace: NamespaceDigest, part: Part | None) -> Shelf:
         """Return the shelf of a part (None: the whole block) of an open namespace.
 
@@ -184,16 +195,22 @@ class Directory:
             NamespaceNotOpen: the namespace was not opened, or has been forgotten.
             InvalidLayout: the part does not fit the namespace's layout.
         """
+        if part is None:
+            whole = self._whole.get(namespace)
+            if whole is not None:
+                return whole
         known = self._namespaces.get(namespace)
         if known is None:
             raise NamespaceNotOpen(f"namespace {namespace.hex()[:12]} is not open: call open_namespace first")
         layout = known.layout
-        part = part or layout.whole
-        shelf = self._shelves.get((namespace, part))
+        place = (namespace, part or layout.whole)
+        shelf = self._shelves.get(place)
         if shelf is None:
-            shelf = Shelf(namespace, part, layout.fingerprint, layout.part_bytes(part))
-            self._shelves[namespace, part] = shelf
+            shelf = Shelf(*place, layout.fingerprint, layout.part_bytes(place[1]))
+            self._shelves[place] = shelf
         shelf.is_stale = known.epoch < self.epoch(known.model)
+        if part is None:
+            self._whole[namespace] = shelf
         return shelf
 
     def epoch(self, model: str) -> int:
@@ -261,7 +278,7 @@ class Directory:
         if depth and parent is not None:
             parent.children[tier] = parent.children.get(tier, 0) + 1
         if tier in self._certain_tiers:
-            entry.fastest = tier
+            entry.fastest = shelf.fastest[key] = tier
         about = (tier, shelf.namespace)
         self._used_bytes[about] = self._used_bytes.get(about, 0) + shelf.length_bytes
         return name
@@ -299,7 +316,8 @@ class Directory:
             copy.is_counted = known.is_counted
         entry.copies[tier] = copy
         if entry.fastest is None and len(entry.copies) == 1:
-            entry.fastest = tier if copy.state is CopyState.READY and tier in self._certain_tiers else None
+            if copy.state is CopyState.READY and tier in self._certain_tiers:
+                entry.fastest = entry.shelf.fastest[entry.key] = tier
         else:
             self._update_fastest(entry)
 
@@ -366,12 +384,17 @@ class Directory:
         kept = in_use | {namespace for (namespace, _), shelf in self._shelves.items() if shelf.entries}
         digest = next((digest for digest in self._namespaces if digest not in kept), None)
         if digest is not None:
-            del self._namespaces[digest]
+            self.forget_namespace(digest)
             for about in [about for about in self._shelves if about[0] == digest]:
                 del self._shelves[about]
 
     def _update_fastest(self, entry: BlockEntry) -> None:
-        entry.fastest = next((tier for tier in self._certain_tiers if entry.is_ready(tier)), None)
+        fastest = next((tier for tier in self._certain_tiers if entry.is_ready(tier)), None)
+        entry.fastest = fastest
+        if fastest is not None:
+            entry.shelf.fastest[entry.key] = fastest
+        else:
+            entry.shelf.fastest.pop(entry.key, None)
 
     def _use_bytes(self, entry: BlockEntry, tier: str, change: int) -> None:
         about = (tier, entry.shelf.namespace)

@@ -1,14 +1,27 @@
 """Granter: leases of READY blocks in the top tier, within the share of it that each namespace may keep."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from kvstore.directory import BlockEntry, Shelf
+from kvstore.directory import BlockEntry, Copy, Shelf
 from kvstore.keys import PrefixChain
 from kvstore.miss import MissReason
 from kvstore.mover import Mover
 from kvstore.recency import Uses
 from kvstore.results import Fetched, FetchedBlock, LeaseId, Owner
 from kvstore.state import State, WriteMode
+
+
+class ReadyCopies(NamedTuple):
+    """Copies in the top tier of a whole chain: each has slot, generation and checksum.
+
+    Without a lease they may leave at any time: a reader checks generation and checksum after its copy.
+    """
+
+    copies: Sequence[Copy]
+    length_bytes: int
+    origin: str
+    lease: LeaseId | None
 
 
 class Granter:
@@ -38,6 +51,26 @@ class Granter:
         self._note_use(entries)
         state.counters.fetch.count(len(chain), origins, reason)
         return Fetched(tuple(map(self._block, entries, origins)), lease, reason)
+
+    def ready(self, owner: Owner, entries: Sequence[BlockEntry]) -> ReadyCopies | None:
+        """Lease a chain that is READY in the top tier as a whole; None if it may not be leased."""
+        if not self._state.leases.is_live(owner) or self._within_pin_budget(entries) < len(entries):
+            return None
+        return self._found_on_top(entries, self._grant(owner, entries))
+
+    def seen(self, entries: Sequence[BlockEntry]) -> ReadyCopies:
+        """Point to a chain that is READY in the top tier as a whole, and lease nothing; it is a use."""
+        return self._found_on_top(entries, None)
+
+    def _found_on_top(self, entries: Sequence[BlockEntry], lease: LeaseId | None) -> ReadyCopies:
+        top = self._state.top.name
+        copies = [entry.copies[top] for entry in entries]
+        for copy in copies:
+            if copy.generation is None:
+                self._note_generation(copy)
+        self._note_use(entries)
+        self._state.counters.fetch.count_hits(len(entries), top)
+        return ReadyCopies(copies, entries[0].length_bytes, top, lease)
 
     def leading_on_top(
         self, owner: Owner, shelf: Shelf, chain: PrefixChain
@@ -95,6 +128,13 @@ class Granter:
 
     def _block(self, entry: BlockEntry, origin: str) -> FetchedBlock:
         copy = entry.copies[self._state.top.name]
+        if copy.generation is None:
+            self._note_generation(copy)
         assert copy.slot is not None, "a READY copy in the top tier has no slot"
-        generation = self._state.top.generation(copy.slot)
-        return FetchedBlock(copy.slot, generation, entry.length_bytes, copy.checksum, origin)
+        assert copy.generation is not None, "the copy's generation was not noted"
+        return FetchedBlock(copy.slot, copy.generation, entry.length_bytes, copy.checksum, origin)
+
+    def _note_generation(self, copy: Copy) -> None:
+        # It is the slot's for as long as the copy has the slot: only allocating and freeing raise it.
+        assert copy.slot is not None, "a READY copy in the top tier has no slot"
+        copy.generation = self._state.top.generation(copy.slot)

@@ -39,6 +39,10 @@ class _NoArena:
         """Refuse."""
         raise InvalidRequest("lease: over HTTP there is no shared memory")
 
+    def slot_array(self, offset: int, length_bytes: int) -> Bytes:
+        """Refuse."""
+        raise InvalidRequest("lease: over HTTP there is no shared memory")
+
     def generation(self, offset: int) -> int:
         """Refuse."""
         raise InvalidRequest("lease: over HTTP there is no shared memory")

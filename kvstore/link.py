@@ -7,6 +7,7 @@ closed, never used again; the server then takes back everything it lent to it.
 import array
 import contextlib
 import os
+import select
 import socket
 import time
 from collections.abc import Callable
@@ -30,7 +31,6 @@ from kvstore.wire import Frame, FrameDecoder
 Dial = Callable[[float], socket.socket]
 """Makes a connected stream socket before an instant of ``time.monotonic()``, or raises ServerUnavailable."""
 
-_RECEIVE_BYTES = 256 << 10
 _TELL_PATIENCE_S = 0.005
 _GREETING_ID = 0
 _ARENA_DESCRIPTORS = 2
@@ -59,7 +59,9 @@ class Link:
     """A greeted connection. Not thread-safe: one call uses it at a time."""
 
     def __init__(self, sock: socket.socket, welcome: Welcome, arena: MappedArena | None) -> None:
+        sock.setblocking(False)
         self._sock = sock
+        self._readable = _poll(sock, select.POLLIN)
         self._decoder = FrameDecoder()
         self._next_id = _GREETING_ID + 1
         self._is_clean = True
@@ -85,22 +87,15 @@ class Link:
     @property
     def is_usable(self) -> bool:
         """Whether the last exchange ended cleanly and the server has neither gone nor spoken unasked."""
-        if not self._is_clean or self._decoder.pending_bytes:
-            return False
-        try:
-            self._sock.settimeout(0)
-            self._sock.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
+        # Anything to be read would be the end of the stream, or an answer that nobody asked for.
+        return self._is_clean and not self._decoder.pending_bytes and not self._readable.poll(0)
 
     @property
     def is_lost(self) -> bool:
-        """Whether the server has ended the connection. One system call; nothing is taken from the stream."""
+        """Whether the server has ended the connection. Nothing is taken from the stream."""
+        if not self._readable.poll(0):
+            return False
         try:
-            self._sock.settimeout(0)
             return self._sock.recv(1, socket.MSG_PEEK) == b""
         except BlockingIOError:
             return False
@@ -117,16 +112,17 @@ class Link:
 
         Raises:
             InvalidRequest: the request is too large; nothing was sent.
-            ServerUnavailable: the server went away (TimedOut: no answer in time).
+            ServerUnavailable: the server went away (TimedOut: no answer in time, or no time to send).
             ProtocolMismatch: the answer is malformed or belongs to another request.
         """
         request_id = self._next_id
         self._next_id += 1
         data = encode_message(request, request_id)
+        if time.monotonic() >= deadline_s:
+            raise TimedOut(f"client: no time is left to send {type(request).__name__}")
         self._is_clean = False
         try:
-            self._sock.settimeout(_patience_s(deadline_s))
-            self._sock.sendall(data)
+            self._send(data, deadline_s)
             frame = self._receive(deadline_s)
         except TimeoutError as error:
             raise TimedOut(f"server: no answer to {type(request).__name__} in time") from error
@@ -144,8 +140,7 @@ class Link:
             return
         self._is_clean = False
         try:
-            self._sock.settimeout(_TELL_PATIENCE_S)
-            self._sock.sendall(encode_message(message, self._next_id))
+            self._send(encode_message(message, self._next_id), time.monotonic() + _TELL_PATIENCE_S)
         except OSError:
             return
         self._next_id += 1
@@ -156,14 +151,43 @@ class Link:
         self._is_clean = False
         self._sock.close()
 
+    def _send(self, data: bytes, deadline_s: float) -> None:
+        try:
+            sent = self._sock.send(data)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(data):
+            self._send_rest(memoryview(data)[sent:], deadline_s)
+
+    def _send_rest(self, rest: memoryview, deadline_s: float) -> None:
+        writable = _poll(self._sock, select.POLLOUT)
+        while rest:
+            if not writable.poll(1e3 * _patience_s(deadline_s)):
+                raise TimeoutError
+            with contextlib.suppress(BlockingIOError):
+                rest = rest[self._sock.send(rest) :]
+
     def _receive(self, deadline_s: float) -> Frame:
-        while (frame := self._decoder.next_frame()) is None:
-            self._sock.settimeout(_patience_s(deadline_s))
-            data = self._sock.recv(_RECEIVE_BYTES)
-            if not data:
+        decoder, sock, poll = self._decoder, self._sock, self._readable.poll
+        while True:
+            if not poll(1e3 * _patience_s(deadline_s)):
+                raise TimeoutError
+            try:
+                count = sock.recv_into(decoder.space())
+            except BlockingIOError:
+                continue
+            if not count:
                 raise ServerUnavailable("server: it closed the connection")
-            self._decoder.feed(data)
-        return frame
+            decoder.received(count)
+            frame = decoder.next_frame()
+            if frame is not None:
+                return frame
+
+
+def _poll(sock: socket.socket, events: int) -> "select.poll":
+    poll = select.poll()
+    poll.register(sock, events)
+    return poll
 
 
 def receive_greeting(sock: socket.socket, decoder: FrameDecoder, fds: "array.array[int]") -> Frame | None:

@@ -7,18 +7,18 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvstore.departing import Departure
-from kvstore.directory import BlockEntry, Directory, Shelf
+from kvstore.directory import BlockEntry, Directory
 from kvstore.epoch_file import EpochFile
 from kvstore.epochs import EpochKeeper
 from kvstore.errors import InvalidRequest
 from kvstore.explain import explain
+from kvstore.fetching import Fetcher
 from kvstore.garbage import garbage_collection_paused
-from kvstore.granting import Granter
+from kvstore.granting import Granter, ReadyCopies
 from kvstore.inspection import check_manager, check_top_copies
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
 from kvstore.loading import Loader
-from kvstore.miss import MissReason
 from kvstore.mover import Mover
 from kvstore.policy import EvictionPolicy, LruPolicy
 from kvstore.presence import find_present
@@ -82,6 +82,7 @@ class BlockManager:
         self._granter = Granter(self._state, self._uses, self._mover)
         self._maintenance: list[asyncio.Task[None]] = []
         self._closing: asyncio.Future[None] | None = None
+        self._fetcher = Fetcher(self._state, self._loader, self._granter, self._note_fill)
         self._putter = Putter(self._state, self._space, self._mover, self._note_fill)
         self._departure = Departure(self._state, self._space, self._mover)
         self._needs_aging = asyncio.Event()
@@ -160,22 +161,15 @@ class BlockManager:
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        state = self._state
-        shelf = state.directory.shelf(chain.namespace, part)
-        tiers: list[str] = []
-        entries, down = shelf.entries, state.down_tiers()
-        for key in chain.keys:
-            entry = entries.get(key)
-            if entry is None or entry.fastest is None or entry.fastest in down:
-                break
-            tiers.append(entry.fastest)
-        reason = None
-        if shelf.is_stale:
-            tiers, reason = [], MissReason.OTHER_EPOCH
-        elif len(tiers) < len(chain):
-            tiers, reason = await self._match_by_probe(shelf, chain, self._state.deadline_s(timeout_s))
-        state.counters.match.count(len(chain), tiers, reason)
-        return PrefixMatch(len(tiers), tuple(tiers), reason)
+        return await self._fetcher.match(chain, part=part, timeout_s=timeout_s)
+
+    def match_at_once(self, chain: PrefixChain, *, part: Part | None = None) -> PrefixMatch | None:
+        """As ``match``, but None where a shared tier would have to be asked.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        return self._fetcher.match_at_once(chain, part=part)
 
     async def match_and_lease(
         self, chain: PrefixChain, *, owner: Owner, part: Part | None = None, timeout_s: float | None = None
@@ -224,21 +218,25 @@ class BlockManager:
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        state = self._state
-        deadline_s = self._state.deadline_s(timeout_s)
-        shelf = state.directory.shelf(chain.namespace, part)
-        if shelf.is_stale:
-            state.counters.fetch.count(len(chain), [], MissReason.OTHER_EPOCH)
-            return Fetched((), None, MissReason.OTHER_EPOCH)
-        on_top = self._all_on_top(shelf, chain)
-        if on_top is not None:
-            return self._granter.fetched(owner, chain, on_top, [state.top.name] * len(on_top), None)
-        with state.holding() as held:
-            origins, reason = await self._bring_up(shelf, chain, held, deadline_s)
-            entries = [shelf.entries[key] for key in chain.keys[: len(origins)]]
-            fetched = self._granter.fetched(owner, chain, entries, origins, reason)
-        self._note_fill()
-        return fetched
+        return await self._fetcher.fetch(chain, owner=owner, part=part, timeout_s=timeout_s)
+
+    def fetch_at_once(
+        self, chain: PrefixChain, *, owner: Owner, part: Part | None = None
+    ) -> ReadyCopies | None:
+        """As ``fetch``, but None unless all of the chain is READY in the top tier and may be leased.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        return self._fetcher.fetch_at_once(chain, owner=owner, part=part)
+
+    def peek_at_once(self, chain: PrefixChain, *, part: Part | None = None) -> ReadyCopies | None:
+        """Find a chain that is READY in the top tier as a whole, leasing nothing; None if it is not.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        return self._fetcher.peek_at_once(chain, part=part)
 
     async def prefetch(
         self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
@@ -248,13 +246,7 @@ class BlockManager:
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        shelf = self._state.directory.shelf(chain.namespace, part)
-        if shelf.is_stale:
-            return 0
-        with self._state.holding() as held:
-            origins, _ = await self._bring_up(shelf, chain, held, self._state.deadline_s(timeout_s))
-        self._note_fill()
-        return len(origins)
+        return await self._fetcher.prefetch(chain, part=part, timeout_s=timeout_s)
 
     async def reserve(
         self,
@@ -272,6 +264,16 @@ class BlockManager:
             InvalidRequest: the namespace is not open.
         """
         return await self._putter.reserve(chain, owner=owner, part=part, timeout_s=timeout_s)
+
+    def reserve_at_once(
+        self, chain: PrefixChain, *, owner: Owner, part: Part | None = None
+    ) -> Reserved | None:
+        """As ``reserve``, but None where room would have to be made first.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        return self._putter.reserve_at_once(chain, owner=owner, part=part)
 
     async def reserve_unnamed(
         self, count: int, length_bytes: int, *, owner: Owner, timeout_s: float | None = None
@@ -466,60 +468,6 @@ class BlockManager:
         if strangers:
             logger.warning("%s: %d blocks contradict their namespace: dropped", tier.name, len(strangers))
             await tier.drop(strangers)
-
-    async def _match_by_probe(
-        self, shelf: Shelf, chain: PrefixChain, deadline_s: float
-    ) -> tuple[list[str], MissReason | None]:
-        probed, trouble = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
-        tiers: list[str] = []
-        state, down = self._state, self._state.down_tiers()
-        for key in chain.keys:
-            entry = shelf.entries.get(key)
-            fastest = None if entry is None else state.fastest(entry, down)
-            if fastest is not None:
-                tiers.append(fastest)
-            elif key in probed:
-                tiers.append(probed[key][1])
-            else:
-                is_down = entry is not None and entry.fastest is not None
-                gone = MissReason.UNAVAILABLE if is_down else state.directory.why_gone(shelf.name(key))
-                return tiers, trouble or gone
-        return tiers, None
-
-    async def _bring_up(
-        self, shelf: Shelf, chain: PrefixChain, held: list[BlockEntry], deadline_s: float
-    ) -> tuple[list[str], MissReason | None]:
-        """Locate, hold and load: (origins of the leading blocks that are READY on top, why not more)."""
-        state = self._state
-        located = self._loader.locate(shelf, chain, {})
-        for item in located:
-            state.hold(item.entry, held)
-        reason = None
-        if len(located) < len(chain):
-            probed, trouble = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
-            before = len(located)
-            located = self._loader.locate(shelf, chain, probed)
-            for item in located[before:]:
-                state.hold(item.entry, held)
-            if len(located) < len(chain):
-                missing = shelf.entries.get(chain.keys[len(located)])
-                is_down = missing is not None and missing.fastest is not None
-                gone = state.directory.why_gone(shelf.name(chain.keys[len(located)]))
-                reason = trouble or (MissReason.UNAVAILABLE if is_down else gone)
-        num_ready, load_reason = await self._loader.load(shelf, located, held, deadline_s=deadline_s)
-        return [item.origin for item in located[:num_ready]], load_reason or reason
-
-    def _all_on_top(self, shelf: Shelf, chain: PrefixChain) -> list[BlockEntry] | None:
-        """Return the entries of a chain that is READY in the top tier as a whole, else None."""
-        top = self._state.top.name
-        get = shelf.entries.get
-        entries: list[BlockEntry] = []
-        for key in chain.keys:
-            entry = get(key)
-            if entry is None or entry.fastest != top:
-                return None
-            entries.append(entry)
-        return entries
 
     def _take_effect(self, entries: Sequence[BlockEntry], slots: Sequence[Slot]) -> None:
         for entry in entries:

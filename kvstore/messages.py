@@ -21,6 +21,7 @@ from kvstore.answers import (
     ReadySlot,
     Renewed,
     Report,
+    Seen,
     Welcome,
 )
 from kvstore.errors import ProtocolMismatch
@@ -41,6 +42,7 @@ from kvstore.requests import (
     Match,
     MatchAndLease,
     OpenNamespace,
+    Peek,
     Ping,
     Prefetch,
     Release,
@@ -80,9 +82,10 @@ Request: TypeAlias = (
     | Renew
     | ReportDamage
     | HelloReader
+    | Peek
 )
 Answer: TypeAlias = (
-    Welcome | Done | Count | Matched | Ready | Lent | Report | Presence | Leased | Renewed | Failed
+    Welcome | Done | Count | Matched | Ready | Lent | Report | Presence | Leased | Renewed | Seen | Failed
 )
 
 _REQUESTS: dict[int, type[Request]] = {
@@ -112,11 +115,12 @@ _REQUESTS: dict[int, type[Request]] = {
         Renew,
         ReportDamage,
         HelloReader,
+        Peek,
     )
 }
 _ANSWERS: dict[int, type[Answer]] = {
     kind.KIND: kind
-    for kind in (Welcome, Done, Count, Matched, Ready, Lent, Report, Presence, Leased, Renewed, Failed)
+    for kind in (Welcome, Done, Count, Matched, Ready, Lent, Report, Presence, Leased, Renewed, Seen, Failed)
 }
 
 
@@ -178,6 +182,7 @@ __all__ = [
     "MatchAndLease",
     "Matched",
     "OpenNamespace",
+    "Peek",
     "Ping",
     "Prefetch",
     "Presence",
@@ -191,6 +196,7 @@ __all__ = [
     "Request",
     "Reserve",
     "ReturnSlots",
+    "Seen",
     "Stats",
     "TierNames",
     "UnusedSlot",

@@ -398,3 +398,10 @@ class HelloReader(Hello):
     """First frame of a client that never writes: it is sent no descriptor that could be written to."""
 
     KIND: ClassVar[int] = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Peek(ChainRequest):
+    """As Fetch, but blocks that are all in the arena now are not leased: the reader's checks must do."""
+
+    KIND: ClassVar[int] = 25
