@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import ipaddress
 import logging
 import threading
 from collections.abc import Callable
@@ -163,8 +164,17 @@ def _transport(
     if not address.is_tls:
         if tls_folder is not None:
             raise InvalidConfig(f"address {address}: tls_folder is given, but it is not https")
+        if api_key is not None and not _is_loopback(address.host):
+            raise InvalidConfig(f"address {address}: an API key is not sent in the clear: use https")
         return HttpTransport(address, state, api_key=api_key, tls=None)
     return HttpTransport(address, state, api_key=api_key, tls=client_context(tls_folder))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _opened(state: ClientState, calls: ClientCalls, namespace: Namespace, *, is_public: bool) -> Namespace:

@@ -8,7 +8,7 @@ from kvstore.http.refusal import ErrorCode, Refused
 from kvstore.http.schemas import MAX_WHY_BLOCKS
 from kvstore.http.service import Call, json_answer
 from kvstore.http.values import Values
-from kvstore.keys import Namespace, PrefixChain
+from kvstore.keys import BlockKey, Namespace, PrefixChain
 from kvstore.layout import KVLayout, Part
 from kvstore.miss import MissReason
 from kvstore.results import BlockReport, LeaseId, PrefixMatch
@@ -104,9 +104,10 @@ async def release(call: Call) -> web.StreamResponse:
 
 async def exists(call: Call) -> web.StreamResponse:
     """Say of each key on its own whether it is stored."""
-    chain, part = call.chain_and_part()
+    namespace = call.namespace()
+    keys = [BlockKey(bytes.fromhex(key)) for key in call.values.texts("keys") or []]
     present = await call.service.manager.exists(
-        chain.namespace, chain.keys, part=part, timeout_s=call.timeout_s
+        namespace.digest, keys, part=call.part(namespace), timeout_s=call.timeout_s
     )
     return json_answer({"present": present})
 

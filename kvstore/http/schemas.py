@@ -105,7 +105,14 @@ MATCH = _object(
 LEASE = _object({**_LOOKUP, "lease_s": _LEASE_S}, "namespace")
 LOOKUP = _object(_LOOKUP, "namespace")
 EXISTS = _object(
-    {"namespace": NAMESPACE, "keys": _KEYS, "part": _PART, "timeout_s": TIMEOUT}, "namespace", "keys"
+    {
+        "namespace": NAMESPACE,
+        "keys": _list(KEY, most=MAX_KEYS, text="Keys of blocks, in any order."),
+        "part": _PART,
+        "timeout_s": TIMEOUT,
+    },
+    "namespace",
+    "keys",
 )
 WHY = _object(
     {

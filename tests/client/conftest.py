@@ -57,10 +57,11 @@ async def async_client(store: StoreProcess) -> AsyncIterator[AsyncKVStore]:
         yield client
 
 
-KINDS = ("sync", "async", "local", "http", "async_http")
+in_shared_memory = pytest.mark.parametrize("client", ["sync", "async", "local"], indirect=True)
+"""For tests of what a client over HTTP refuses."""
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["sync", "async", "local", "http", "async_http"])
 async def client(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Face]:
     """A client of each kind; what it used must be sound afterwards."""
     async with contextlib.AsyncExitStack() as opened:

@@ -10,6 +10,7 @@ import torch
 from kvstore import KVLayout, MissReason, Namespace, Part, PrefixChain, PutResult
 from kvstore.checksum import checksum
 from kvstore.errors import InvalidRequest
+from tests.client.conftest import in_shared_memory
 from tests.client.facade import Face
 
 Payloads = npt.NDArray[np.uint8]
@@ -382,6 +383,7 @@ async def test_a_match_without_anything_stored_has_an_empty_lease(client: Face, 
     assert (await client.stats())["live_leases"] == 0
 
 
+@in_shared_memory
 async def test_leased_blocks_stay_while_others_need_the_room(
     client: Face, chain: PrefixChain, payloads: Payloads, namespace: Namespace
 ) -> None:
@@ -398,6 +400,7 @@ async def test_leased_blocks_stay_while_others_need_the_room(
     assert (lease.tiers, lease.reason) == (("dram",) * 8, None)
 
 
+@in_shared_memory
 async def test_views_are_read_only_memory_of_the_store_itself(
     client: Face, chain: PrefixChain, payloads: Payloads
 ) -> None:
@@ -418,6 +421,7 @@ async def test_views_are_read_only_memory_of_the_store_itself(
 
 
 @pytest.mark.filterwarnings("ignore:.*buffer is not writable:UserWarning")
+@in_shared_memory
 async def test_views_are_readable_as_tensors(client: Face, chain: PrefixChain, payloads: Payloads) -> None:
     await client.put(chain, payloads)
 
@@ -427,6 +431,7 @@ async def test_views_are_readable_as_tensors(client: Face, chain: PrefixChain, p
         assert np.array_equal(tensor.view(torch.uint8).numpy(), payloads[3])
 
 
+@in_shared_memory
 async def test_views_stay_readable_after_lease_and_client_have_ended(
     client: Face, chain: PrefixChain, payloads: Payloads
 ) -> None:
@@ -484,6 +489,7 @@ async def test_many_leases_are_held_at_a_time_beside_other_calls(
         pass
 
 
+@in_shared_memory
 async def test_reserved_blocks_are_written_in_place_and_committed(
     client: Face, chain: PrefixChain, payloads: Payloads
 ) -> None:
@@ -501,6 +507,7 @@ async def test_reserved_blocks_are_written_in_place_and_committed(
     assert np.array_equal(np.stack(await client.get(chain)), payloads)
 
 
+@in_shared_memory
 async def test_an_abandoned_reservation_leaves_nothing(client: Face, chain: PrefixChain) -> None:
     before = (await client.stats())["tiers"]["dram"]["used_bytes"]
 
@@ -519,6 +526,7 @@ async def test_an_abandoned_reservation_leaves_nothing(client: Face, chain: Pref
         pass
 
 
+@in_shared_memory
 async def test_a_reservation_is_over_after_its_commit(
     client: Face, chain: PrefixChain, payloads: Payloads
 ) -> None:
@@ -535,6 +543,7 @@ async def test_a_reservation_is_over_after_its_commit(
     assert blocks.result.stored == 8
 
 
+@in_shared_memory
 async def test_a_reservation_of_present_blocks_has_none(
     client: Face, chain: PrefixChain, payloads: Payloads
 ) -> None:
@@ -546,6 +555,7 @@ async def test_a_reservation_of_present_blocks_has_none(
     assert blocks.result == PutResult(stored=0, present=8, dropped=0)
 
 
+@in_shared_memory
 async def test_of_two_writers_of_a_block_one_stores_it(
     client: Face, chain: PrefixChain, payloads: Payloads
 ) -> None:
@@ -558,6 +568,7 @@ async def test_of_two_writers_of_a_block_one_stores_it(
     assert np.array_equal(np.stack(await client.get(chain)), payloads)
 
 
+@in_shared_memory
 async def test_without_a_gpu_pinning_for_cuda_says_why_not(client: Face) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")

@@ -486,6 +486,8 @@ def test_options_of_http_are_refused_for_a_socket(tmp_path: Path) -> None:
         KVStore.connect(tmp_path / "s", api_key="k")
     with pytest.raises(InvalidConfig, match="not https"):
         KVStore.connect("http://127.0.0.1:1", tls_folder=tmp_path)
+    with pytest.raises(InvalidConfig, match="in the clear"):
+        KVStore.connect("http://store.example:80", api_key="k")
     with pytest.raises(InvalidConfig, match=r"ca\.crt"):
         KVStore.connect("https://127.0.0.1:1", tls_folder=tmp_path)
 
