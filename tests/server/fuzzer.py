@@ -1,4 +1,7 @@
-"""A process that sends spoilt frames to a server: ``python -m tests.server.fuzzer SOCKET FRAMES SEED``."""
+"""A process that sends spoilt frames to a server: ``python -m tests.server.fuzzer SOCKET FRAMES SEED``.
+
+With a fourth argument it sends whole frames instead, for comparison.
+"""
 
 import contextlib
 import json
@@ -7,6 +10,8 @@ import random
 import socket
 import struct
 import sys
+import time
+from collections.abc import Callable
 
 import msgpack
 
@@ -45,6 +50,9 @@ from kvstore.messages import (
 )
 from kvstore.wire import PREFIX_BYTES
 from tests.client.conftest import NAMESPACE
+
+_PAUSE_S = 0.0002
+"""Between frames: without it this process and the server fill two cores, which slows others by itself."""
 
 _CHAIN = NAMESPACE.chain(range(32))
 _FUZZED = NAMESPACE.chain(range(5000, 5032))
@@ -132,7 +140,12 @@ def _values(choose: random.Random, body: bytes) -> bytes:
     return packed
 
 
-def main(path: str, num_frames: int, seed: int) -> None:
+def whole(choose: random.Random, request_id: int) -> bytes:
+    """A frame as a client sends it."""
+    return encode_message(choose.choice(requests(choose)), request_id)
+
+
+def main(path: str, num_frames: int, seed: int, make: Callable[[random.Random, int], bytes]) -> None:
     """Send frames over one connection after the other: each ends when the server ends it, or after some."""
     choose = random.Random(seed)
     sent = connections = 0
@@ -147,7 +160,8 @@ def main(path: str, num_frames: int, seed: int) -> None:
                 sock.recv(4096)
             for request_id in range(2, 2 + choose.randint(1, 100)):
                 sent += 1
-                sock.sendall(spoilt(choose, request_id))
+                time.sleep(_PAUSE_S)
+                sock.sendall(make(choose, request_id))
                 sock.setblocking(False)
                 with contextlib.suppress(BlockingIOError):
                     while sock.recv(1 << 16):
@@ -158,4 +172,4 @@ def main(path: str, num_frames: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), whole if len(sys.argv) > 4 else spoilt)
