@@ -12,10 +12,10 @@ from kvstore.epoch_file import EpochFile
 from kvstore.epochs import EpochKeeper
 from kvstore.errors import InvalidRequest
 from kvstore.explain import explain
-from kvstore.garbage import garbage_collection_paused
 from kvstore.inspection import check_manager, check_top_copies
 from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
+from kvstore.learning import Learner
 from kvstore.loading import Loader
 from kvstore.miss import MissReason
 from kvstore.mover import Mover
@@ -76,6 +76,7 @@ class BlockManager:
         self._space = Space(self._state, self._mover)
         self._loader = Loader(self._state, self._space, self._mover.write_through)
         self._epochs = EpochKeeper(self._state, self._space, epoch_file)
+        self._learner = Learner(self._state, self._epochs)
         self._uses = Uses(self._state)
         self._maintenance: list[asyncio.Task[None]] = []
         self._closing: asyncio.Future[None] | None = None
@@ -94,9 +95,7 @@ class BlockManager:
             for tier in state.all_tiers():
                 await tier.open()
                 opened.push_async_callback(tier.close)
-            is_trusted = await self._epochs.open()
-            for lower in state.lower:
-                await self._learn(lower, is_trusted=is_trusted)
+            await self._learner.learn()
             opened.pop_all()
         self._mover.start()
         self._maintenance = [
@@ -395,22 +394,6 @@ class BlockManager:
                 occupancy["queued_blocks"] = self._mover.queue_lengths().get(lower.name, 0)
         return occupancy
 
-    async def _learn(self, tier: Tier, *, is_trusted: bool) -> None:
-        """File what a tier holds from an earlier run; what contradicts the directory is dropped."""
-        state = self._state
-        headers = await tier.scan()
-        if not is_trusted:
-            await tier.drop([header.block for header in headers])
-            return
-        with garbage_collection_paused():
-            names, strangers = state.directory.adopt(headers, tier.name)
-            if names:
-                # One "chain" whose first block is the most recently used: policies insert from the back.
-                state.policies[tier.name].insert(names[::-1])
-        if strangers:
-            logger.warning("%s: %d blocks contradict their namespace: dropped", tier.name, len(strangers))
-            await tier.drop(strangers)
-
     async def _match_by_probe(
         self, shelf: Shelf, chain: PrefixChain, deadline_s: float
     ) -> tuple[list[str], MissReason | None]:
@@ -543,8 +526,9 @@ class BlockManager:
                 self.expire()
                 self._doubt_tiers_that_are_down()
                 await self._uses.tell()
+                await self._learner.take_news()
             except Exception:
-                logger.exception("ending expired leases, or telling tiers of uses, failed")
+                logger.exception("ending expired leases, or an exchange with the tiers, failed")
 
     def _doubt_tiers_that_are_down(self) -> None:
         """Believe nothing of a shared tier that may have lost everything meanwhile."""
