@@ -36,7 +36,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from kvstore.errors import TierUnavailable
-from kvstore.garbage import garbage_collection_paused
 from kvstore.keys import Namespace
 from kvstore.tier import (
     BlockHeader,
@@ -322,7 +321,6 @@ class SsdTier:
         """Return one line per violated invariant of the slot bookkeeping."""
         return self._slots.check()
 
-    @garbage_collection_paused()
     def _open_store(self) -> Opened:
         """Open the files, in a thread that changes nothing of this object."""
         capacity_bytes = self._slots.capacity_bytes

@@ -88,42 +88,36 @@ class SsdStore:
     def commit(self, changes: Sequence[Change]) -> list[CommitOutcome]:
         """Make slab writes and index changes durable, in that order; one outcome per change.
 
-        Transactions are bounded, so that copy on write never needs more of the index than is kept for it.
-        Before each, and when there are no changes, the files must be those that are open: what was deleted
-        or replaced is named in ``gone`` from then on.
+        Before, and also when there are no changes, the files must be those that are open: what was deleted or
+        replaced is named in ``gone`` from then on. Transactions are bounded, so that copy on write never
+        needs more of the index than is kept for it.
         """
-        if not changes:
-            self._look()
+        has_stores = any(change.is_unconditional for change in changes)
+        try:
+            self._note_what_is_gone()
+            if not self.gone and has_stores:
+                self.slab.sync()
+        except OSError as error:
+            return [CommitOutcome(WriteStatus.UNAVAILABLE, f"writing failed: {error}")] * len(changes)
+        if self.gone:
+            return [CommitOutcome(WriteStatus.UNAVAILABLE, self.gone)] * len(changes)
         outcomes: list[CommitOutcome] = []
         for start in range(0, len(changes), _CHANGES_PER_TRANSACTION):
             outcomes += self._commit(changes[start : start + _CHANGES_PER_TRANSACTION])
         return outcomes
 
     def _commit(self, changes: Sequence[Change]) -> list[CommitOutcome]:
-        stores = [change for change in changes if change.is_unconditional]
-        others = [change for change in changes if not change.is_unconditional]
         try:
-            self._note_what_is_gone()
-            if self.gone:
-                return [CommitOutcome(WriteStatus.UNAVAILABLE, self.gone)] * len(changes)
             if self._is_index_broken:
                 self._reopen_index()
-            if stores:
-                self.slab.sync()
             try:
                 self._index.commit(changes)
             except lmdb.MapFullError:
-                return self._commit_apart(changes, stores, others)
+                return self._commit_apart(changes)
         except (OSError, lmdb.Error) as error:
             self._is_index_broken |= isinstance(error, lmdb.Error)
             return [CommitOutcome(WriteStatus.UNAVAILABLE, f"writing failed: {error}")] * len(changes)
         return [CommitOutcome(WriteStatus.OK)] * len(changes)
-
-    def _look(self) -> None:
-        try:
-            self._note_what_is_gone()
-        except OSError as error:
-            _log.debug("folder %s: cannot be looked at: %s", self._folder.path, error)
 
     def _note_what_is_gone(self) -> None:
         """Compare the names in the folder with the open files. Raises OSError if the disk does not say."""
@@ -173,10 +167,10 @@ class SsdStore:
         finally:
             _close_parts(self._folder, [self.slab])
 
-    def _commit_apart(
-        self, changes: Sequence[Change], stores: Sequence[Change], others: Sequence[Change]
-    ) -> list[CommitOutcome]:
+    def _commit_apart(self, changes: Sequence[Change]) -> list[CommitOutcome]:
         """Full index: first what frees pages, then a commit that makes them usable, then the rest again."""
+        stores = [change for change in changes if change.is_unconditional]
+        others = [change for change in changes if not change.is_unconditional]
         try:
             self._index.commit(others)
             self._index.commit_nothing()
