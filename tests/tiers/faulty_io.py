@@ -53,3 +53,7 @@ class StuckIO(OsDiskIO):
     def fdatasync(self, fd: int) -> None:
         self._wait("fdatasync")
         super().fdatasync(fd)
+
+    def posix_fallocate(self, fd: int, offset: int, length: int) -> None:
+        self._wait("posix_fallocate")
+        super().posix_fallocate(fd, offset, length)
