@@ -8,8 +8,9 @@ reaches another namespace's blocks and a chain is matched by plain dictionary lo
 import asyncio
 import enum
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from weakref import WeakValueDictionary
 
 from kvstore.errors import NamespaceNotOpen
@@ -23,6 +24,10 @@ GONE_RECORDS = 65_536
 
 MAX_NAMESPACES = 4096
 """How many open namespaces are remembered before empty ones are forgotten."""
+
+
+NO_CHILDREN: Mapping[str, int] = MappingProxyType({})
+"""Counts of a block without children; shared."""
 
 
 class CopyState(enum.Enum):
@@ -70,8 +75,9 @@ class BlockEntry:
     is set while a copy is on its way into the top tier: its result is the outcome of the read. ``fastest``
     names the fastest tier whose READY copy is certain (shared tiers are never certain), or is None.
     ``refused_by`` are tiers whose write budget did not admit it.
-    ``children`` counts, per tier, the blocks with a copy there whose parent is this one. ``parent`` is None
-    while the block itself was never seen and the entry only carries those counts.
+    ``children`` counts, per tier, the blocks with a copy there whose parent is this one; it is replaced and
+    never changed, since entries share it. ``parent`` is None while the block itself was never seen and the
+    entry only carries those counts.
     """
 
     shelf: "Shelf"
@@ -84,7 +90,7 @@ class BlockEntry:
     holds: int = 0
     loading: "asyncio.Future[ReadOutcome] | None" = None
     loading_origin: str = ""
-    children: dict[str, int] = field(default_factory=dict)
+    children: Mapping[str, int] = field(default_factory=lambda: NO_CHILDREN)
     fastest: str | None = None
     refused_by: tuple[str, ...] = ()
 
@@ -242,56 +248,76 @@ class Directory:
                         return found
         return found
 
-    def adopt(self, headers: Sequence[BlockHeader], tier: str) -> tuple[list[StorageKey], list[BlockId]]:
-        """File copies that a tier holds from an earlier run; returns their names, in the order given.
+    def adopt(self, headers: Iterable[BlockHeader], tier: str) -> tuple[list[StorageKey], list[BlockId]]:
+        """File copies that a tier holds though nobody here wrote them; returns their names, in their order.
 
-        Those that contradict what is known are not filed: their blocks are returned beside.
+        Those that contradict what is known are not filed: their blocks are returned beside. One that is
+        known already is left as it is.
         """
         names: list[StorageKey] = []
         strangers: list[BlockId] = []
+        new: list[BlockEntry] = []
         about: tuple[NamespaceDigest, Part, bytes, int] | None = None
         shelf: Shelf | None = None
-        for header in headers:
-            (namespace, part, key), layout, length = header.block, header.layout, header.length_bytes
-            if (namespace, part, layout, length) != about:
-                about = (namespace, part, layout, length)
-                shelf = self._shelf_of(header)
+        by_name, ready = self._by_name, CopyState.READY
+        fastest = tier if tier in self._certain_tiers else None
+        # A start files them by the hundred thousand: nothing is called that can be spared.
+        for (namespace, part, key), parent, depth, layout, length_bytes, _ in headers:
+            if (namespace, part, layout, length_bytes) != about:
+                about = (namespace, part, layout, length_bytes)
+                shelf = self._shelf_of(about)
             if shelf is None:
-                strangers.append(header.block)
+                strangers.append(BlockId(namespace, part, key))
                 continue
-            names.append(self._file(shelf, key, header, tier))
+            known = shelf.entries.get(key)
+            if known is not None:
+                names += self._adopt_known(known, parent, tier)
+                continue
+            name = StorageKey(key + shelf.part_bytes)
+            copies = {tier: Copy(ready, None, None, depth > 0)}
+            entry = BlockEntry(shelf, key, name, parent, depth, copies, 0, 0, None, "", NO_CHILDREN, fastest)
+            shelf.entries[key] = by_name[name] = entry
+            if fastest is not None:
+                shelf.fastest[key] = fastest
+            names.append(name)
+            new.append(entry)
+        self._count_adopted(new, tier)
         return names, strangers
 
-    def _file(self, shelf: Shelf, key: BlockKey, header: BlockHeader, tier: str) -> StorageKey:
-        """File one stored copy; short for blocks met for the first time whose parent is known."""
-        entries = shelf.entries
-        parent = entries.get(header.parent)
-        depth = header.depth
-        if key in entries or (depth and (parent is None or parent.depth != depth - 1)):
-            entry = self.entry(shelf, key, header.parent, depth)
-            self.set_copy(entry, tier, Copy(CopyState.READY))
-            return entry.name
-        name = StorageKey(key + shelf.part_bytes)
-        entry = BlockEntry(shelf, key, name, header.parent, depth)
-        entries[key] = self._by_name[name] = entry
-        entry.copies[tier] = Copy(CopyState.READY, None, None, depth > 0)
-        if depth and parent is not None:
-            parent.children[tier] = parent.children.get(tier, 0) + 1
-        if tier in self._certain_tiers:
-            entry.fastest = shelf.fastest[key] = tier
-        about = (tier, shelf.namespace)
-        self._used_bytes[about] = self._used_bytes.get(about, 0) + shelf.length_bytes
-        return name
+    def _adopt_known(self, entry: BlockEntry, parent: BlockKey, tier: str) -> list[StorageKey]:
+        """Give an entry that is filed already its copy; returns its name if it had none there."""
+        if tier in entry.copies:
+            return []
+        entry.parent = entry.parent or parent
+        self.set_copy(entry, tier, Copy(CopyState.READY))
+        return [entry.name]
 
-    def _shelf_of(self, header: BlockHeader) -> Shelf | None:
+    def _count_adopted(self, entries: Sequence[BlockEntry], tier: str) -> None:
+        """Count new entries with one copy at their parents, now that all of them are filed."""
+        used_bytes: dict[NamespaceDigest, int] = {}
+        only_child: Mapping[str, int] = {tier: 1}
+        for entry in entries:
+            shelf = entry.shelf
+            used_bytes[shelf.namespace] = used_bytes.get(shelf.namespace, 0) + shelf.length_bytes
+            if not entry.depth:
+                continue
+            parent = shelf.entries.get(entry.parent) if entry.parent else None
+            if parent is None or parent.depth != entry.depth - 1:
+                entry.copies[tier].is_counted = self._count_at_parent(entry, tier)
+                continue
+            entry.parent = parent.key  # one object for equal keys
+            is_first = parent.children is NO_CHILDREN
+            parent.children = only_child if is_first else _counted(parent.children, tier, 1)
+        for namespace, count in used_bytes.items():
+            self._used_bytes[tier, namespace] = self.used_bytes(tier, namespace) + count
+
+    def _shelf_of(self, about: tuple[NamespaceDigest, Part, bytes, int]) -> Shelf | None:
         """Return the shelf that a stored block belongs on, made if need be; None if it contradicts it."""
-        block = header.block
-        shelf = self._shelves.get((block.namespace, block.part))
+        namespace, part, layout, length_bytes = about
+        shelf = self._shelves.get((namespace, part))
         if shelf is None:
-            shelf = Shelf(block.namespace, block.part, header.layout, header.length_bytes)
-            self._shelves[block.namespace, block.part] = shelf
-        is_same = (shelf.layout, shelf.length_bytes) == (header.layout, header.length_bytes)
-        return shelf if is_same else None
+            shelf = self._shelves[namespace, part] = Shelf(namespace, part, layout, length_bytes)
+        return shelf if (shelf.layout, shelf.length_bytes) == (layout, length_bytes) else None
 
     def find(self, name: StorageKey) -> BlockEntry | None:
         """Return the entry of a block, or None."""
@@ -424,11 +450,18 @@ class Directory:
             parent = self._new_entry(entry.shelf, entry.parent, None, entry.depth - 1)
         if parent.depth != entry.depth - 1:
             return False
-        parent.children[tier] = parent.children.get(tier, 0) + 1
+        parent.children = _counted(parent.children, tier, 1)
         return True
 
     def _uncount_at_parent(self, entry: BlockEntry, tier: str) -> None:
         assert entry.parent is not None, "a copy that is counted has a parent"
         parent = entry.shelf.entries[entry.parent]
-        parent.children[tier] -= 1
+        parent.children = _counted(parent.children, tier, -1)
         self.prune(parent)
+
+
+def _counted(children: Mapping[str, int], tier: str, change: int) -> Mapping[str, int]:
+    counts = {**children, tier: children.get(tier, 0) + change}
+    if not counts[tier]:
+        del counts[tier]
+    return counts or NO_CHILDREN

@@ -13,11 +13,11 @@ from kvstore.epochs import EpochKeeper
 from kvstore.errors import InvalidRequest
 from kvstore.explain import explain
 from kvstore.fetching import Fetcher
-from kvstore.garbage import garbage_collection_paused
 from kvstore.granting import Granter, ReadyCopies
 from kvstore.inspection import check_manager, check_top_copies
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
+from kvstore.learning import Learner
 from kvstore.loading import Loader
 from kvstore.mover import Mover
 from kvstore.policy import EvictionPolicy, LruPolicy
@@ -78,6 +78,7 @@ class BlockManager:
         self._space = Space(self._state, self._mover)
         self._loader = Loader(self._state, self._space, self._mover.write_through)
         self._epochs = EpochKeeper(self._state, self._space, epoch_file)
+        self._learner = Learner(self._state, self._epochs)
         self._uses = Uses(self._state)
         self._granter = Granter(self._state, self._uses, self._mover)
         self._maintenance: list[asyncio.Task[None]] = []
@@ -98,9 +99,7 @@ class BlockManager:
             for tier in state.all_tiers():
                 await tier.open()
                 opened.push_async_callback(tier.close)
-            is_trusted = await self._epochs.open()
-            for lower in state.lower:
-                await self._learn(lower, is_trusted=is_trusted)
+            await self._learner.learn()
             opened.pop_all()
         self._mover.start()
         self._maintenance = [
@@ -453,22 +452,6 @@ class BlockManager:
                 occupancy["queued_blocks"] = self._mover.queue_lengths().get(lower.name, 0)
         return occupancy
 
-    async def _learn(self, tier: Tier, *, is_trusted: bool) -> None:
-        """File what a tier holds from an earlier run; what contradicts the directory is dropped."""
-        state = self._state
-        headers = await tier.scan()
-        if not is_trusted:
-            await tier.drop([header.block for header in headers])
-            return
-        with garbage_collection_paused():
-            names, strangers = state.directory.adopt(headers, tier.name)
-            if names:
-                # One "chain" whose first block is the most recently used: policies insert from the back.
-                state.policies[tier.name].insert(names[::-1])
-        if strangers:
-            logger.warning("%s: %d blocks contradict their namespace: dropped", tier.name, len(strangers))
-            await tier.drop(strangers)
-
     def _take_effect(self, entries: Sequence[BlockEntry], slots: Sequence[Slot]) -> None:
         for entry in entries:
             self._state.note_release(entry)
@@ -494,8 +477,9 @@ class BlockManager:
                 self.expire()
                 self._doubt_tiers_that_are_down()
                 await self._uses.tell()
+                await self._learner.take_news()
             except Exception:
-                logger.exception("ending expired leases, or telling tiers of uses, failed")
+                logger.exception("ending expired leases, or an exchange with the tiers, failed")
 
     def _doubt_tiers_that_are_down(self) -> None:
         """Believe nothing of a shared tier that may have lost everything meanwhile."""

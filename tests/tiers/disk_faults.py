@@ -88,7 +88,7 @@ async def verify(folder: Path, may_hold: MayHold) -> dict[str, int]:
     (folder / "dirty").unlink(missing_ok=True)  # the check in a child has tests of its own
     tier = tier_in(folder)
     await tier.open()
-    slots = sum(-(-record.header.length_bytes // 4096) * 4096 for record in tier.records())
+    slots = sum(-(-record.header.length_bytes // 4096) * 4096 for record in tier.copies.records())
     uncounted = int(tier.used_bytes != slots)
     wrong, lost = await look(tier, may_hold, is_up=True)
     problems = len(tier.check())

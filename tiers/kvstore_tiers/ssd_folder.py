@@ -38,6 +38,15 @@ def unavailable(name: str, folder: Path, doing: str, error: OSError) -> TierUnav
     return TierUnavailable(f"{name}: folder {folder}: {doing}: {error.strerror or error}: {remedy}")
 
 
+def is_same_file(path: Path, held: os.stat_result) -> bool:
+    """Return whether a path names a file that is held open. Raises OSError if the disk does not say."""
+    try:
+        named = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
+
+
 class SsdFolder:
     """The files of one ssd tier. ``acquire`` and ``release`` frame its use."""
 
@@ -117,12 +126,8 @@ class SsdFolder:
             self.io.unlink(self._leftover_path)
 
     def is_present(self) -> bool:
-        """Return whether the folder is still there and still locked by this object."""
-        try:
-            held, named = os.fstat(self._lock_fd), (self.path / "lock").lstat()
-        except OSError:
-            return False
-        return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
+        """Return whether the folder is the one that this object locked. Raises OSError."""
+        return is_same_file(self.path / "lock", os.fstat(self._lock_fd))
 
     def release(self) -> None:
         """Unlock. Idempotent."""
