@@ -1,0 +1,57 @@
+"""A power loss: the store's disk is put into a state that its writes so far may have left."""
+
+import shutil
+from pathlib import Path
+
+from kvstore.drill.fault import Fault
+from kvstore.drill.load import Load
+from kvstore.drill.stage import Stage, pause
+from kvstore.drill.trouble import TroubleOrder
+from kvstore.drill.write_log import lose_power, read_log
+
+
+class PowerLoss(Fault):
+    """See the description."""
+
+    name = "power_loss"
+    description = (
+        "power is lost at a random write under load: what was not synced is lost, torn or there, at random"
+    )
+    is_troubled = True
+    effect = "writes_lost"
+    weight = 3.0
+
+    def inject(self, stage: Stage) -> None:
+        """Log all writes under load, kill the store, and start it on what a power loss leaves."""
+        stage.fill_durable(8)
+        log, base = stage.folder / "writes.log", stage.folder / "base"
+        stage.disk.order(TroubleOrder(log_path=str(log)))
+        _copy_still(stage, base)
+        stage.journal.position = lambda: log.stat().st_size
+        with Load(stage):
+            stage.put_durable(stage.new_chain(2))
+            pause(stage.rng.uniform(0.02, 0.3))
+            stage.store.kill()
+        stage.journal.position = lambda: 0
+        records = read_log(log)
+        lived = records[: stage.rng.randint(0, len(records))]
+        stage.journal.forget_after(lived[-1].end_bytes if lived else 0)
+        lost = lose_power(base, stage.ssd_folder, lived, stage.rng)
+        stage.ledger.note_effect(self.effect, lost)
+        stage.store.start()
+
+
+def _copy_still(stage: Stage, target: Path) -> None:
+    """Copy the folder at one moment between two writes of the store."""
+    if target.exists():
+        shutil.rmtree(target)
+    stage.store.pause()
+    try:
+        shutil.copytree(stage.ssd_folder, target)
+    finally:
+        stage.store.resume()
+
+
+def power_faults() -> tuple[Fault, ...]:
+    """Return one of each kind."""
+    return (PowerLoss(),)
