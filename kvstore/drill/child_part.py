@@ -34,6 +34,11 @@ class ChildPart:
                 start_new_session=True,
             )
 
+    @property
+    def pid(self) -> int:
+        """Number of the leader, and of its group."""
+        return self._process.pid
+
     def __enter__(self) -> Self:
         self.tell(json.dumps(self._order))
         return self

@@ -77,13 +77,13 @@ def run_drill(settings: DrillSettings, say: Say) -> DrillReport:
             if took_s > _GRACE * settings.seconds:
                 report.faults[fault.name] = KindReport(skipped=f"no time left: give more than {took_s:.0f} s")
                 continue
-            kind = _Kind(fault, settings, stages, say)
-            report.faults[fault.name] = kind.run(_share_s(settings.faults[index:], settings.seconds - took_s))
+            share_s = share_of_time(settings.faults[index:], settings.seconds - took_s)
+            report.faults[fault.name] = _Kind(fault, settings, stages, say).run(share_s)
     report.seconds = time.monotonic() - started_s
     return report
 
 
-def _share_s(faults: Sequence[Fault], left_s: float) -> float:
+def share_of_time(faults: Sequence[Fault], left_s: float) -> float:
     """Return what the first of these kinds gets of the time left for all."""
     first = faults[0]
     needed_s = sum(fault.try_s for fault in faults)
@@ -148,8 +148,16 @@ class _Kind:
         stage.rng.seed(f"{self._seed}/{fault.name}/setup")
         fault.setup(stage)
         stage.note_base()
-        most_s = max(until_s, time.monotonic() + self._finish_s)
-        while time.monotonic() < (most_s if fault.is_unfinished or not report.tries else until_s):
+        started_s, tries_before = time.monotonic(), report.tries
+        finish_s = max(until_s, started_s + self._finish_s)
+
+        def has_time() -> bool:
+            """Whether most of another try fits, by what those so far took."""
+            took_s = time.monotonic() - started_s
+            each_s = took_s / max(1, report.tries - tries_before)
+            return started_s + took_s + each_s / 2 < (finish_s if fault.is_unfinished else until_s)
+
+        while not report.tries or has_time():
             report.tries += 1
             stage.rng.seed(f"{self._seed}/{fault.name}/{report.tries}")
             fault.inject(stage)

@@ -18,7 +18,7 @@ class PowerLoss(Fault):
         "power is lost at a random write under load: what was not synced is lost, torn or there, at random"
     )
     is_troubled = True
-    effect = "writes_lost"
+    effect = "writes_replayed"
     weight = 3.0
 
     def inject(self, stage: Stage) -> None:
@@ -34,10 +34,11 @@ class PowerLoss(Fault):
             stage.store.kill()
         stage.journal.position = lambda: 0
         records = read_log(log)
-        lived = records[: stage.rng.randint(0, len(records))]
-        stage.journal.forget_after(lived[-1].end_bytes if lived else 0)
-        lost = lose_power(base, stage.ssd_folder, lived, stage.rng)
-        stage.ledger.note_effect(self.effect, lost)
+        lived = records[: stage.rng.randint(1, len(records))]
+        stage.journal.forget_after(lived[-1].end_bytes)
+        num_lost = lose_power(base, stage.ssd_folder, lived, stage.rng)
+        stage.ledger.note_effect(self.effect, sum(not record.is_sync for record in lived))
+        stage.ledger.note_effect("writes_lost_or_torn", num_lost)
         stage.store.start()
 
 
