@@ -51,7 +51,7 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
         pin_budget_ratio=config.store.pin_budget_ratio,
     )
     new_policy = policy_named(config.store.policy)
-    folders = () if config.ssd is None else config.ssd.folders
+    folders = () if config.ssd is None else config.ssd.path
     manager = BlockManager(
         dram,
         lower,
@@ -77,7 +77,7 @@ def _ssd_tier(config: SsdConfig) -> Tier:
             write_budget_bytes_per_day=config.write_budget_bytes_per_day,
             numbers=numbers,
         )
-        for folder in config.folders
+        for folder in config.path
     ]
     return disks[0] if len(disks) == 1 else SsdArray(disks)
 
@@ -85,12 +85,12 @@ def _ssd_tier(config: SsdConfig) -> Tier:
 def _remote_tier(config: RemoteConfig, clock: Callable[[], float]) -> Tier:
     # Only a store with such a tier needs its package.
     from kvstore_tiers.remote import RemoteTier
-    from kvstore_tiers.remote_tls import TlsFiles
+    from kvstore_tiers.remote_tls import TlsFolder
 
     return RemoteTier(
         config.url,
         user=config.username or "",
-        password=config.password() or "",
+        password=config.read_password() or "",
         sentinel_master=config.sentinel_master,
         key_prefix=config.key_prefix,
         ttl_s=config.ttl_s or None,
@@ -98,6 +98,6 @@ def _remote_tier(config: RemoteConfig, clock: Callable[[], float]) -> Tier:
         num_connections=config.num_connections,
         breaker_backoff_s=config.breaker_backoff_s,
         breaker_backoff_max_s=config.breaker_backoff_max_s,
-        tls=TlsFiles(config.tls_ca_file, config.tls_cert_file, config.tls_key_file),
+        tls=TlsFolder(config.tls_folder),
         clock=clock,
     )

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from kvstore.config_values import BadValue, Kind, Rule, size_text
 from kvstore.errors import InvalidConfig
+from kvstore.secret_source import SecretSource
 
 CONFIG_VARIABLE = "KVSTORE_CONFIG"
 """Environment variable: path of the configuration file where no ``--config`` is given."""
@@ -138,12 +139,12 @@ class SsdConfig:
 
     section: ClassVar[str] = "tiers.ssd"
 
-    path: Path | None = _key(
-        None,
-        Rule("Folder for slab and index; made if absent, used by one server only.", Kind.FOLDER),
-    )
-    paths: tuple[Path, ...] = _key(
-        (), Rule("In place of path: several folders, one per disk; a block lies in one.", Kind.FOLDERS)
+    path: tuple[Path, ...] = _required(
+        Rule(
+            "Folder for slab and index, or several, one per disk; made if absent, used by one server only.",
+            Kind.FOLDERS,
+        ),
+        tuple[Path, ...],
     )
     capacity_bytes: int = _required(
         Rule(
@@ -162,11 +163,6 @@ class SsdConfig:
     )
     io_threads: int = _key(4, Rule("Threads that read and write, for each folder.", Kind.COUNT, 1, 64))
 
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        """The folders, however they were given."""
-        return self.paths or ((self.path,) if self.path is not None else ())
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteConfig:
@@ -176,27 +172,20 @@ class RemoteConfig:
 
     url: str = _required(Rule("Address of the servers, without user and password.", Kind.URL), str)
     username: str | None = _key(None, Rule("ACL user; absent: the server's default user.", Kind.NAME))
-    password_env: str | None = _key(
-        None, Rule("Name of the environment variable that holds the password.", Kind.NAME)
-    )
-    password_file: Path | None = _key(
-        None, Rule("File that holds the password on its first line.", Kind.FOLDER)
+    password: SecretSource | None = _key(
+        None,
+        Rule("Where the password is: an environment variable, or the first line of a file.", Kind.PLACE),
     )
     sentinel_master: str = _key(
         "mymaster", Rule("Name that the sentinels of a redis+sentinel url know the master by.", Kind.NAME)
     )
-    tls_ca_file: Path | None = _key(
+    tls_folder: Path | None = _key(
         None,
         Rule(
-            "PEM file of the authorities that a rediss server is trusted by; absent: the system's.",
+            "Folder with PEM files for a rediss server: ca.crt, the authorities trusted (absent: the"
+            " system's); tls.crt and tls.key, shown to the server.",
             Kind.FOLDER,
         ),
-    )
-    tls_cert_file: Path | None = _key(
-        None, Rule("PEM file of the certificate that is shown to a rediss server.", Kind.FOLDER)
-    )
-    tls_key_file: Path | None = _key(
-        None, Rule("PEM file of its key; absent: the key is in tls_cert_file.", Kind.FOLDER)
     )
     key_prefix: str = _key("kvstore", Rule("First part of every key written there.", Kind.NAME))
     ttl_s: float = _key(
@@ -218,25 +207,17 @@ class RemoteConfig:
     )
     breaker_backoff_max_s: float = _key(5.0, Rule("Longest such pause.", Kind.DURATION, 0.01, 3600))
 
-    def password(self, environ: Mapping[str, str] = os.environ) -> str | None:
+    def read_password(self, environ: Mapping[str, str] = os.environ) -> str | None:
         """Return the password from where the configuration says it is; None if it names no place.
 
         Blocks on a file.
 
         Raises:
-            InvalidConfig: the variable is not set, or the file cannot be read or is empty.
+            InvalidConfig: as ``SecretSource.read``.
         """
-        if self.password_env is not None:
-            secret = environ.get(self.password_env, "")
-            if not secret:
-                raise InvalidConfig(
-                    f"[tiers.remote] password_env: environment variable {self.password_env} is not set"
-                    " or empty: set it where the server starts"
-                )
-            return secret
-        if self.password_file is None:
+        if self.password is None:
             return None
-        return _first_line(self.password_file)
+        return self.password.read(environ, key=f"[{self.section}] password")
 
 
 SectionConfig = ServerConfig | StoreConfig | DramConfig | SsdConfig | RemoteConfig
@@ -416,11 +397,13 @@ def _nearest_key(section: str, name: str) -> str:
     if here:
         return here
     elsewhere = [where for where, key in keys if key == name]
-    return (
-        f": it belongs to [{elsewhere[0]}]"
-        if elsewhere
-        else f": see the keys of [{section}] in kvstore config --reference"
-    )
+    if elsewhere:
+        return f": it belongs to [{elsewhere[0]}]"
+    subject = name.partition("_")[0] + "_"
+    related = [key for where, key in keys if where == section and key.startswith(subject)]
+    if related:
+        return f": did you mean {related[0]}?"
+    return f": see the keys of [{section}] in kvstore config --reference"
 
 
 def _printable(name: str) -> str:
@@ -458,8 +441,6 @@ def _check_together(config: Config) -> None:
             f"[store] low_water_ratio: is {store.low_water_ratio:g}, above high_water_ratio"
             f" {store.high_water_ratio:g}: lower it"
         )
-    elif remote is not None and remote.password_env is not None and remote.password_file is not None:
-        problem = "[tiers.remote] password_env: password_file is given too: keep one of them"
     elif remote is not None:
         problem = _remote_problem(remote)
     if problem is not None:
@@ -472,37 +453,15 @@ def _remote_problem(remote: RemoteConfig) -> str | None:
             f"[tiers.remote] breaker_backoff_s: is {remote.breaker_backoff_s:g}, above breaker_backoff_max_s"
             f" {remote.breaker_backoff_max_s:g}: lower it"
         )
-    if remote.tls_key_file is not None and remote.tls_cert_file is None:
-        return "[tiers.remote] tls_key_file: there is no tls_cert_file that it belongs to: add that"
-    is_tls = remote.url.startswith("rediss")
-    if not is_tls and (remote.tls_ca_file is not None or remote.tls_cert_file is not None):
+    if remote.tls_folder is not None and not remote.url.startswith("rediss"):
         return (
-            "[tiers.remote] tls_ca_file, tls_cert_file: the url is not encrypted: let it begin with rediss,"
-            " or take the files out"
+            "[tiers.remote] tls_folder: the url is not encrypted: let it begin with rediss, or take the"
+            " folder out"
         )
     return None
 
 
 def _ssd_problem(ssd: SsdConfig | None) -> str | None:
-    if ssd is None:
-        return None
-    if not ssd.folders:
-        return "[tiers.ssd] path: is missing, expected an absolute path, or paths with a list of them"
-    if ssd.path is not None and ssd.paths:
-        return "[tiers.ssd] path: paths is given too: keep one of them"
-    if len(set(ssd.folders)) < len(ssd.folders):
-        return "[tiers.ssd] paths: names a folder twice: one folder per disk"
+    if ssd is not None and len(set(ssd.path)) < len(ssd.path):
+        return "[tiers.ssd] path: names a folder twice: one folder per disk"
     return None
-
-
-def _first_line(path: Path) -> str:
-    where = f"[tiers.remote] password_file: {path}"
-    try:
-        with path.open(encoding="utf-8") as file:
-            line = file.readline(4096).rstrip("\r\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise InvalidConfig(f"{where}: cannot be read: {reason}: let the server's user read it") from None
-    if not line:
-        raise InvalidConfig(f"{where}: its first line is empty: write the password there")
-    return line

@@ -13,6 +13,7 @@ from kvstore.config import (
     config_keys,
 )
 from kvstore.config_values import Kind, size_text
+from kvstore.secret_source import SecretSource
 
 _HEAD = f"""# Configuration
 
@@ -80,7 +81,7 @@ def _kinds() -> Mapping[tuple[str, str], Kind]:
 def _plain(item: EffectiveValue) -> object:
     if isinstance(item.value, tuple):
         return [str(part) for part in item.value]
-    return str(item.value) if isinstance(item.value, Path) else item.value
+    return str(item.value) if isinstance(item.value, Path | SecretSource) else item.value
 
 
 def _toml(value: object, kind: Kind) -> str:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
+from kvstore.secret_source import EXPECTED as SECRET_EXPECTED
+from kvstore.secret_source import SecretSource
+
 SOCKET_PATH_MAX_BYTES = 107
 """Longest path a Unix socket can have on Linux: sun_path holds 108 bytes with its final zero (unix(7))."""
 
@@ -45,7 +48,8 @@ class Kind(enum.Enum):
     CHOICE = "choice"
     NAME = "text"
     FOLDER = "path"
-    FOLDERS = "list of paths"
+    FOLDERS = "path or paths"
+    PLACE = "place of a secret"
     SOCKET = "socket path"
     URL = "URL"
 
@@ -171,9 +175,17 @@ def _read_folder(rule: Rule, raw: object) -> Path:
 
 
 def _read_folders(rule: Rule, raw: object) -> tuple[Path, ...]:
-    if not isinstance(raw, list | tuple) or len(raw) > _LIST_MAX:
+    items = raw if isinstance(raw, list | tuple) else [raw]
+    if not 1 <= len(items) <= _LIST_MAX:
         raise BadValue(f"is {_shown(raw)}")
-    return tuple(item if isinstance(item, Path) else _read_folder(rule, item) for item in raw)
+    return tuple(_read_folder(rule, item) for item in items)
+
+
+def _read_secret(rule: Rule, raw: object) -> SecretSource:
+    try:
+        return SecretSource.parse(raw)
+    except ValueError as error:
+        raise BadValue(str(error)) from None
 
 
 def _read_socket(rule: Rule, raw: object) -> Path:
@@ -193,8 +205,8 @@ def _read_url(rule: Rule, raw: object) -> str:
         raise BadValue("is not a URL (value not shown)") from None
     if "@" in url.netloc or url.password or url.username:
         raise BadValue(
-            "holds a user or a password (value not shown): put the user into username, the password into"
-            " the file named by password_file or the environment variable named by password_env"
+            "holds a user or a password (value not shown): put the user into username, the place of the"
+            " password into password"
         )
     if url.query or url.fragment:
         raise BadValue("holds a query or fragment (value not shown): options are keys of this section")
@@ -231,6 +243,7 @@ _READERS = {
     Kind.NAME: _read_name,
     Kind.FOLDER: _read_folder,
     Kind.FOLDERS: _read_folders,
+    Kind.PLACE: _read_secret,
     Kind.SOCKET: _read_socket,
     Kind.URL: _read_url,
 }
@@ -238,7 +251,8 @@ _EXPECTED = {
     Kind.FLAG: "true or false",
     Kind.NAME: f"printable text of 1 to {_TEXT_MAX_BYTES} bytes",
     Kind.FOLDER: "an absolute path",
-    Kind.FOLDERS: f"a list of absolute paths, at most {_LIST_MAX}",
+    Kind.FOLDERS: f"an absolute path, or a list of 1 to {_LIST_MAX} of them",
+    Kind.PLACE: SECRET_EXPECTED,
     Kind.SOCKET: f"an absolute path of at most {SOCKET_PATH_MAX_BYTES} bytes",
     Kind.URL: (
         "redis://HOST:PORT/DB, unix:///PATH, redis+sentinel://HOST:PORT,HOST:PORT/DB or"

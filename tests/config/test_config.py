@@ -16,6 +16,7 @@ from kvstore.config import (
 )
 from kvstore.config_values import size_text
 from kvstore.errors import InvalidConfig
+from kvstore.secret_source import SecretSource
 
 FULL = """
 [server]
@@ -94,6 +95,12 @@ def test_every_default_is_allowed_by_its_own_rule() -> None:
         ("[tier]\n", ["section [tier]", "there are [server], [store], [tiers.dram]"]),
         ("[store]\nio_threads = 2", ["[store]", "io_threads", "[tiers.ssd]"]),
         ("[store]\nxyzzy = 2", ["[store]", "xyzzy", "--reference"]),
+        ("[tiers.ssd]\npaths = []", ["[tiers.ssd] unknown key paths", "did you mean path?"]),
+        ("[tiers.remote]\npassword_env = 1", ["unknown key password_env", "did you mean password?"]),
+        ("[tiers.remote]\npassword_file = 1", ["unknown key password_file", "did you mean password?"]),
+        ("[tiers.remote]\ntls_ca_file = 1", ["unknown key tls_ca_file", "did you mean tls_folder?"]),
+        ("[tiers.remote]\ntls_cert_file = 1", ["unknown key tls_cert_file", "did you mean tls_folder?"]),
+        ("[tiers.remote]\ntls_key_file = 1", ["unknown key tls_key_file", "did you mean tls_folder?"]),
         ("socket = 1", ["socket", "outside any section"]),
         ("tiers = 5", ["tiers", "[tiers.dram]"]),
         ("store = 5", ["store", "[store]"]),
@@ -163,13 +170,8 @@ def test_a_secret_in_the_url_is_refused_and_never_shown(tmp_path: Path, url: str
     ("text", "expected"),
     [
         ("[store]\nlow_water_ratio = 0.99", "low_water_ratio"),
-        (
-            '[tiers.remote]\nurl = "redis://h"\npassword_env = "A"\npassword_file = "/b"',
-            "keep one of them",
-        ),
         ('[tiers.remote]\nurl = "redis://h"\nbreaker_backoff_s = 11.0', "breaker_backoff_max_s"),
-        ('[tiers.remote]\nurl = "rediss://h"\ntls_key_file = "/k"', "there is no tls_cert_file"),
-        ('[tiers.remote]\nurl = "redis://h"\ntls_ca_file = "/c"', "let it begin with rediss"),
+        ('[tiers.remote]\nurl = "redis://h"\ntls_folder = "/c"', "let it begin with rediss"),
     ],
 )
 def test_values_that_do_not_fit_together_are_refused(tmp_path: Path, text: str, expected: str) -> None:
@@ -204,30 +206,24 @@ def test_the_effective_configuration_names_the_source_of_each_value(tmp_path: Pa
     assert values["tiers.ssd", "io_threads"].value == 4
 
 
-def test_the_password_comes_from_the_environment() -> None:
-    remote = RemoteConfig(url="redis://h", password_env="KV_SECRET")
-    assert remote.password({"KV_SECRET": "hunter2"}) == "hunter2"
-    with pytest.raises(InvalidConfig, match="KV_SECRET is not set"):
-        remote.password({})
-
-
-def test_the_password_comes_from_the_first_line_of_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "secret"
-    path.write_text("hunter2\nmore\n", encoding="utf-8")
-    assert RemoteConfig(url="redis://h", password_file=path).password({}) == "hunter2"
-
-
-@pytest.mark.parametrize("data", [None, b"", b"\n", b"\xff"])
-def test_an_unusable_password_file_is_refused(tmp_path: Path, data: bytes | None) -> None:
-    path = tmp_path / "secret"
-    if data is not None:
-        path.write_bytes(data)
-    with pytest.raises(InvalidConfig, match="password_file"):
-        RemoteConfig(url="redis://h", password_file=path).password({})
+def test_the_password_comes_from_the_place_that_the_configuration_names() -> None:
+    remote = RemoteConfig(url="redis://h", password=SecretSource.parse("env:KV_SECRET"))
+    assert remote.read_password({"KV_SECRET": "hunter2"}) == "hunter2"
+    with pytest.raises(InvalidConfig, match=r"\[tiers.remote\] password: env:KV_SECRET"):
+        remote.read_password({})
 
 
 def test_no_place_for_a_password_means_none() -> None:
-    assert RemoteConfig(url="redis://h").password({}) is None
+    assert RemoteConfig(url="redis://h").read_password({}) is None
+
+
+@pytest.mark.parametrize(
+    "value", ['"hunter2"', '"env:hunter-2"', '["hunter2"]', "20220704", '"file:hunter2"']
+)
+def test_a_password_in_place_of_its_place_is_refused_and_never_shown(tmp_path: Path, value: str) -> None:
+    message = _refusal(tmp_path, f'[tiers.remote]\nurl = "redis://h"\npassword = {value}\n')
+    assert 'expected "env:NAME" or "file:/PATH"' in message
+    assert not any(secret in message for secret in ("hunter", "20220704"))
 
 
 def test_the_file_is_found_through_the_environment(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Certificates for tests, made with the openssl command."""
 
+import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,16 @@ class Authority:
             f"x509 -req -in {request} -CA {self.own.cert} -CAkey {self.own.key} -CAcreateserial -days 2"
             f" -extfile {extra} -out {made.cert}"
         )
+        return made
+
+    def folder(self, name: str, ours: Certificate | None = None) -> Path:
+        """Return a new folder to trust this authority by, and to show a certificate from if one is given."""
+        made = self._folder / name
+        made.mkdir()
+        shutil.copy(self.own.cert, made / "ca.crt")
+        if ours is not None:
+            shutil.copy(ours.cert, made / "tls.crt")
+            shutil.copy(ours.key, made / "tls.key")
         return made
 
 

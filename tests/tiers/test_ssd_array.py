@@ -177,9 +177,9 @@ async def test_a_second_disk_may_be_added_later_and_loses_nothing(tmp_path: Path
         assert tier.disks[1].used_bytes == 10 * SLOT
 
 
-def test_a_configuration_with_paths_makes_one_disk_for_each(tmp_path: Path) -> None:
+def test_a_configuration_with_several_folders_makes_one_disk_for_each(tmp_path: Path) -> None:
     ssd = Config.from_dict(
-        {"tiers": {"ssd": {"paths": [str(tmp_path / "a"), str(tmp_path / "b")], "capacity_bytes": "1MiB"}}}
+        {"tiers": {"ssd": {"path": [str(tmp_path / "a"), str(tmp_path / "b")], "capacity_bytes": "1MiB"}}}
     ).ssd
     assert ssd is not None
     made = _ssd_tier(ssd)
@@ -191,10 +191,10 @@ def test_a_configuration_with_paths_makes_one_disk_for_each(tmp_path: Path) -> N
     ("given", "message"),
     [
         ({}, r"\[tiers.ssd\] path: is missing"),
-        ({"path": "/a", "paths": ["/b"]}, "paths is given too"),
-        ({"paths": ["/a", "/a"]}, "names a folder twice"),
-        ({"paths": ["a"]}, "absolute path"),
-        ({"paths": "/a"}, "list of absolute paths"),
+        ({"path": ["/a", "/a/"]}, "names a folder twice"),
+        ({"path": ["a"]}, "absolute path"),
+        ({"path": []}, "list of 1 to 64"),
+        ({"path": 5}, "absolute path"),
     ],
 )
 def test_folders_that_make_no_sense_are_refused(given: dict[str, object], message: str) -> None:

@@ -37,7 +37,7 @@ from kvstore_tiers.remote_cluster import ClusterServers
 from kvstore_tiers.remote_node import NodeSettings, RemoteNode, Work
 from kvstore_tiers.remote_sentinel import SentinelServers
 from kvstore_tiers.remote_session import KeyNames, Redirect, drop_share, probe_share, read_share, write_share
-from kvstore_tiers.remote_tls import TlsFiles
+from kvstore_tiers.remote_tls import TlsFolder
 from kvstore_tiers.remote_topology import Servers, SingleServer
 from kvstore_tiers.remote_url import RemoteUrl, Topology
 
@@ -103,7 +103,7 @@ class RemoteTier:
         num_connections: int = 4,
         breaker_backoff_s: float = 0.25,
         breaker_backoff_max_s: float = 8.0,
-        tls: TlsFiles | ssl.SSLContext | None = None,
+        tls: TlsFolder | ssl.SSLContext | None = None,
         name: str = "remote",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -176,7 +176,7 @@ class RemoteTier:
             return
         settings = self._settings
         if self._url.is_tls:
-            tls = self._tls or TlsFiles()
+            tls = self._tls or TlsFolder()
             context = tls if isinstance(tls, ssl.SSLContext) else await asyncio.to_thread(tls.context)
             settings = replace(settings, tls=context)
         servers = self._make_servers(settings)
