@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 _DESCRIPTORS_ROOM = 4
 _STARTS_MAX = 5
 _GRACE = 1.25
-_FINISH_SHARE = 0.08
+_FINISH_SHARE = 0.1
 
 Say = Callable[[str], None]
 

@@ -37,7 +37,7 @@ class Fault(abc.ABC):
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether more tries are wanted than its share of the time allows, up to 8 % of all of it."""
+        """Whether more tries are wanted than its share of the time allows, up to 10 % of all of it."""
         return False
 
     def setup(self, stage: Stage) -> None:

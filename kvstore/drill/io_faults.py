@@ -11,7 +11,7 @@ from kvstore.drill.trouble import Harm, Operation, TroubleOrder
 
 _EXIT_USAGE = 2
 _END_S = 30.0
-_STARTS_PER_TRY = 6
+_STARTS_PER_TRY = 7
 _HARMED = "operations_harmed"
 _SWEEPS = "sweeps_completed"
 
@@ -94,7 +94,7 @@ class ErrorAtEachOperationOfStart(_EachOperation):
     """See the description."""
 
     name = "error_at_each_operation_of_start"
-    try_s = 8.0
+    try_s = 10.0
     description = (
         "the N-th disk operation of a start fails (EIO), for every N: refused with a message, or sound"
     )

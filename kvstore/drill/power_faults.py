@@ -1,13 +1,15 @@
 """A power loss: the store's disk is put into a state that its writes so far may have left."""
 
+import random
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvstore.drill.fault import Fault
 from kvstore.drill.load import Load
 from kvstore.drill.stage import Stage, pause
 from kvstore.drill.trouble import TroubleOrder
-from kvstore.drill.write_log import lose_power, read_log
+from kvstore.drill.write_log import WriteRecord, lose_power, num_at_risk, read_log
 
 
 class PowerLoss(Fault):
@@ -34,12 +36,18 @@ class PowerLoss(Fault):
             stage.store.kill()
         stage.journal.position = lambda: 0
         records = read_log(log)
-        lived = records[: stage.rng.randint(1, len(records))]
+        lived = _until_power_loss(records, stage.rng)
         stage.journal.forget_after(lived[-1].end_bytes)
         num_lost = lose_power(base, stage.ssd_folder, lived, stage.rng)
         stage.ledger.note_effect(self.effect, sum(not record.is_sync for record in lived))
         stage.ledger.note_effect("writes_lost_or_torn", num_lost)
         stage.store.start()
+
+
+def _until_power_loss(records: Sequence[WriteRecord], rng: random.Random) -> Sequence[WriteRecord]:
+    """Return the records up to a random one, more often one that leaves much unsynced."""
+    candidates = [records[: rng.randint(1, len(records))] for _ in range(rng.choice((1, 8)))]
+    return max(candidates, key=num_at_risk)
 
 
 def _copy_still(stage: Stage, target: Path) -> None:

@@ -19,7 +19,7 @@ _HEAD = struct.Struct("<BBHQQQ")
 _WRITE, _SYNC = 1, 2
 _SECTOR_BYTES = 512
 _WHOLE_CHANCE = 0.3
-_SPOILT_CHANCES = (0.0, 0.5, 1.0)
+_SECTOR_CHANCES = (0.0, 0.5, 0.9)
 
 
 class WriteLog:
@@ -81,6 +81,12 @@ def read_log(path: Path) -> list[WriteRecord]:
     return records
 
 
+def num_at_risk(records: Sequence[WriteRecord]) -> int:
+    """Return how many of these writes a power loss after the last record may undo."""
+    pairs = zip(records, _kept(records), strict=True)
+    return sum(not (record.is_sync or is_kept) for record, is_kept in pairs)
+
+
 def lose_power(base: Path, target: Path, records: Sequence[WriteRecord], rng: random.Random) -> int:
     """Make ``target`` what a power loss after these records may leave of the folder that was ``base``.
 
@@ -90,7 +96,7 @@ def lose_power(base: Path, target: Path, records: Sequence[WriteRecord], rng: ra
         shutil.rmtree(target)
     shutil.copytree(base, target)
     is_kept = _kept(records)
-    chance, num_lost = rng.choice(_SPOILT_CHANCES), 0
+    chance, num_lost = rng.choice(_SECTOR_CHANCES), 0
     for record, is_safe in zip(records, is_kept, strict=True):
         if record.is_sync:
             continue

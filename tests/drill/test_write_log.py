@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.drill.write_log import WriteLog, lose_power, read_log
+from kvstore.drill.write_log import WriteLog, lose_power, num_at_risk, read_log
 
 PAGE = 4096
 OLD, NEW = b"\xaa" * PAGE, b"\xbb" * PAGE
@@ -95,3 +95,14 @@ def test_nothing_is_there_of_writes_after_the_power_went(tmp_path: Path, base: P
     log.note_write("slab", 0, [memoryview(NEW)], is_durable=True)
 
     assert after_losses(base, tmp_path / "log", "slab", cut=1) == {OLD}
+
+
+def test_at_risk_is_what_no_sync_covers(tmp_path: Path) -> None:
+    log = WriteLog(tmp_path / "log")
+    for _ in range(3):
+        log.note_write("slab", 0, [memoryview(NEW)], is_durable=False)
+    log.note_write("index/data.mdb", 0, [memoryview(NEW)], is_durable=True)
+    log.note_sync("slab", num_covered=1)
+    log.close()
+
+    assert num_at_risk(read_log(tmp_path / "log")) == 2
