@@ -142,7 +142,7 @@ class StaleWriterScribbles(_FrozenClient):
         for durable in stage.journal.durable_chains():
             stage.get(durable)
         stage.drop_damaged()
-        stage.ledger.note_effect(self.effect, stage.count_corrupt() - before)
+        stage.ledger.note_effect("blocks_refused", stage.count_corrupt() - before)
 
 
 class SlotScribbled(Fault):
