@@ -10,13 +10,11 @@ from kvstore.directory import BlockEntry, Shelf
 from kvstore.granting import Granter, ReadyCopies
 from kvstore.keys import BlockKey, PrefixChain
 from kvstore.layout import Part
-from kvstore.loading import Loader
+from kvstore.loading import Loader, Probed
 from kvstore.miss import MissReason
 from kvstore.results import Fetched, Owner, PrefixMatch
 from kvstore.state import State
-from kvstore.tier import Tier
 
-Probed = dict[BlockKey, tuple[Tier, str]]
 """Blocks that a shared tier has been asked for and has: where, and under which name."""
 
 
@@ -45,7 +43,7 @@ class Fetcher:
             return self._matched(chain, tiers, None)
         if self._may_ask:
             return None
-        return self._matched(chain, *self._walk(shelf, chain, {}, None))
+        return self._matched(chain, *self._walk(shelf, chain, Probed({}, {}, None)))
 
     async def match(
         self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
@@ -60,8 +58,8 @@ class Fetcher:
             return at_once
         shelf = self._state.directory.shelf(chain.namespace, part)
         deadline_s = self._state.deadline_s(timeout_s)
-        probed, trouble = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
-        return self._matched(chain, *self._walk(shelf, chain, probed, trouble))
+        probed = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
+        return self._matched(chain, *self._walk(shelf, chain, probed))
 
     def _matched(self, chain: PrefixChain, tiers: list[str], reason: MissReason | None) -> PrefixMatch:
         self._state.counters.match.count(len(chain.keys), tiers, reason)
@@ -77,9 +75,7 @@ class Fetcher:
         del fastest[stop:]
         return cast("list[str]", fastest)  # what was None has been cut off
 
-    def _walk(
-        self, shelf: Shelf, chain: PrefixChain, probed: Probed, trouble: MissReason | None
-    ) -> tuple[list[str], MissReason | None]:
+    def _walk(self, shelf: Shelf, chain: PrefixChain, probed: Probed) -> tuple[list[str], MissReason | None]:
         """The tier of each leading block, and why the one after them is not stored."""
         tiers: list[str] = []
         state, down = self._state, self._state.down_tiers()
@@ -88,10 +84,10 @@ class Fetcher:
             fastest = None if entry is None else state.fastest(entry, down)
             if fastest is not None:
                 tiers.append(fastest)
-            elif key in probed:
-                tiers.append(probed[key][1])
+            elif key in probed.found:
+                tiers.append(probed.found[key][1])
             else:
-                return tiers, trouble or self._why_not(shelf, key)
+                return tiers, probed.trouble or self._why_not(shelf, key)
         return tiers, None
 
     def _why_not(self, shelf: Shelf, key: BlockKey) -> MissReason:
@@ -179,13 +175,13 @@ class Fetcher:
             state.hold(item.entry, held)
         reason = None
         if len(located) < len(chain):
-            probed, trouble = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
+            probed = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
             before = len(located)
-            located = self._loader.locate(shelf, chain, probed)
+            located = self._loader.locate(shelf, chain, probed.found)
             for item in located[before:]:
                 state.hold(item.entry, held)
             if len(located) < len(chain):
-                reason = trouble or self._why_not(shelf, chain.keys[len(located)])
+                reason = probed.trouble or self._why_not(shelf, chain.keys[len(located)])
         num_ready, load_reason = await self._loader.load(shelf, located, held, deadline_s=deadline_s)
         return [item.origin for item in located[:num_ready]], load_reason or reason
 

@@ -400,9 +400,9 @@ class BlockManager:
         """
         shelf = self._state.directory.shelf(chain.namespace, part)
         deadline_s = self._state.deadline_s(timeout_s)
-        probed, trouble = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
-        found_below = {key: name for key, (_, name) in probed.items()}
-        return explain(self._state, shelf, chain, found_below=found_below, trouble=trouble)
+        probed = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
+        found_below = {key: name for key, (_, name) in probed.found.items()}
+        return explain(self._state, shelf, chain, found_below=found_below, unknown=probed.unknown)
 
     async def report_damage(self, chain: PrefixChain, *, part: Part | None = None) -> int:
         """Look again at blocks whose bytes a reader found wrong; returns how many were found damaged.

@@ -8,9 +8,9 @@ them.
 
 import enum
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, NewType, Protocol, runtime_checkable
 
 from kvstore.checksum import checksum
@@ -192,11 +192,13 @@ class Probe:
     """What a shared tier answers about blocks: for each the tier that holds it, or None.
 
     ``reason`` says why the first None is one, where the tier knows more than that the block is not there.
+    ``unknown`` says so of single blocks, by their place; without it ``reason`` holds for every None.
     ``num_known`` is given by a tier that stopped early: behind that many blocks a None says nothing.
     """
 
     tiers: list[str | None]
     reason: MissReason | None = None
+    unknown: Mapping[int, MissReason] = field(default_factory=dict)
     num_known: int | None = None
 
 
