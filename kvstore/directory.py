@@ -317,6 +317,8 @@ class Directory:
         shelf = self._shelves.get((namespace, part))
         if shelf is None:
             shelf = self._shelves[namespace, part] = Shelf(namespace, part, layout, length_bytes)
+            known = self._namespaces.get(namespace)
+            shelf.is_stale = known is not None and known.epoch < self.epoch(known.model)
         return shelf if (shelf.layout, shelf.length_bytes) == (layout, length_bytes) else None
 
     def find(self, name: StorageKey) -> BlockEntry | None:
