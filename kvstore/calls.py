@@ -12,8 +12,6 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-import numpy as np
-
 from kvstore.arena_link import MappedArena
 from kvstore.errors import (
     CorruptBlock,
@@ -38,24 +36,18 @@ from kvstore.messages import (
     Done,
     Drop,
     Failed,
-    Fetch,
     Flush,
     Lent,
     LentSlot,
     ListNamespaces,
     Match,
     Matched,
-    Peek,
     Ping,
     Prefetch,
-    Ready,
-    ReadySlot,
-    Release,
     Report,
     Request,
     Reserve,
     ReturnSlots,
-    Seen,
     Stats,
     UnusedSlot,
     Why,
@@ -64,14 +56,11 @@ from kvstore.messages import (
 )
 from kvstore.miss import MissReason
 from kvstore.results import BlockReport, PrefixMatch, PutResult
-from kvstore.transfer import Bytes, ReadEnd, SlotReader, read_slots, write_slots
+from kvstore.transfer import Bytes, SlotReader, write_slots
 from kvstore.wire import MAX_KEYS
 
 WINDOW_BYTES = 128 << 20
 """Payload bytes that one request of a larger call leases or reserves, so that no call holds the arena."""
-
-_PEEK_BYTES = 4 << 20
-"""Up to here blocks are copied without a lease, which costs a second message: they hardly leave meanwhile."""
 
 _MAX_WINDOW_BLOCKS = 1024
 _ANSWER_RESERVE_S = 0.002
@@ -171,8 +160,12 @@ def ask_for(request: Request, expected: type[A]) -> Plan[A]:
 
 def server_timeout_us(session: Session) -> int:
     """Return how long the server may take, in microseconds."""
+    return time_for_server_us(session.remaining_s())
+
+
+def time_for_server_us(remaining_s: float) -> int:
+    """Return how much of what is left of a call's time is the server's, in microseconds."""
     # The server must end first, or its answer would arrive when nobody waits any more.
-    remaining_s = session.remaining_s()
     return timeout_us(remaining_s - min(_ANSWER_RESERVE_S, remaining_s / 4))
 
 
@@ -276,145 +269,6 @@ def check_plan(session: Session, sample_blocks: int) -> Plan[list[str]]:
     return value
 
 
-class FetchTally:
-    """What a fetch has copied so far; kept outside the plan, so that a lost server does not lose it."""
-
-    def __init__(self) -> None:
-        self._slots: list[ReadySlot] = []
-        self._origins: list[str] = []
-
-    @property
-    def blocks(self) -> int:
-        """Leading blocks copied and verified."""
-        return len(self._slots)
-
-    def add(self, slots: Sequence[ReadySlot], origins: Sequence[str]) -> None:
-        """Note verified blocks."""
-        self._slots.extend(slots)
-        self._origins.extend(origins)
-
-    def result(self, reason: MissReason | None) -> FetchResult:
-        """Return the result of the call."""
-        checksums = tuple([slot.checksum for slot in self._slots])
-        return FetchResult(len(self._slots), tuple(self._origins), checksums, reason)
-
-
-BufferSource: TypeAlias = Callable[[int, int], Sequence[Bytes]]
-"""Gives the buffers of blocks start to stop of the chain; called when they are known to be stored."""
-
-
-def fetch_plan(
-    session: Session,
-    chain: PrefixChain,
-    *,
-    part: Part | None,
-    length_bytes: int,
-    buffers: BufferSource,
-    tally: FetchTally,
-) -> Plan[MissReason | None]:
-    """Copy the longest stored prefix into buffers, window by window; returns why it ended early."""
-    check_keys(chain)
-    window = _window_blocks(length_bytes)
-    for start in range(0, len(chain), window):
-        about = ChainRef(chain if window >= len(chain) else chain[start : start + window], part)
-        if len(about.chain) * length_bytes <= _PEEK_BYTES:
-            answer = yield from _ask_peek(session, about, length_bytes)
-            if isinstance(answer, Seen):
-                end = yield from _copy_seen(session, answer, buffers=buffers, start=start, tally=tally)
-                if end is ReadEnd.ALL:
-                    continue
-                if end is ReadEnd.STOPPED:
-                    return _why_stopped(session)
-                answer = yield from _ask_fetch(session, about, length_bytes)
-        else:
-            answer = yield from _ask_fetch(session, about, length_bytes)
-        reason = yield from _copy_out(session, about, answer, buffers=buffers, start=start, tally=tally)
-        if reason is not None:
-            return reason
-        if len(answer.slots) < len(about.chain):
-            return answer.reason or MissReason.UNAVAILABLE
-    return None
-
-
-def _ask_fetch(session: Session, about: ChainRef, length_bytes: int) -> Plan[Ready]:
-    answer = yield from ask_for(Fetch(about, server_timeout_us(session)), Ready)
-    return _fitting(answer, about, length_bytes)
-
-
-def _ask_peek(session: Session, about: ChainRef, length_bytes: int) -> Plan[Seen | Ready]:
-    answer: Answer = yield Ask(Peek(about, server_timeout_us(session)))
-    if isinstance(answer, Seen):
-        if len(answer.slots) != len(about.chain.keys) or answer.length_bytes != length_bytes:
-            raise ProtocolMismatch("answer: seen blocks do not fit the request")
-        return answer
-    if isinstance(answer, Failed):
-        raise answer.to_error()
-    if not isinstance(answer, Ready):
-        raise ProtocolMismatch(f"answer: {type(answer).__name__} to Peek")
-    return _fitting(answer, about, length_bytes)
-
-
-def _fitting(answer: Ready, about: ChainRef, length_bytes: int) -> Ready:
-    if len(answer.slots) > len(about.chain) or (answer.slots and answer.length_bytes != length_bytes):
-        raise ProtocolMismatch("answer: fetched blocks do not fit the request")
-    return answer
-
-
-def _why_stopped(session: Session) -> MissReason:
-    return MissReason.UNAVAILABLE if session.remaining_s() > 0 else MissReason.TIMED_OUT
-
-
-def _copy_seen(
-    session: Session, seen: Seen, *, buffers: BufferSource, start: int, tally: FetchTally
-) -> Plan[ReadEnd]:
-    """Copy blocks that are not leased; if they changed meanwhile, nothing was noted."""
-    arena, slots = session.reading_arena(), seen.slots
-    targets = buffers(start, start + len(slots))
-
-    def copy(should_stop: Callable[[], bool]) -> tuple[int, ReadEnd]:
-        return read_slots(arena, slots, targets, should_stop)
-
-    end: ReadEnd
-    good, end = yield Work(copy, len(slots) * seen.length_bytes)
-    if end is ReadEnd.ALL or end is ReadEnd.STOPPED:
-        tally.add(slots[:good], (seen.tier,) * good)
-    return end
-
-
-def _copy_out(
-    session: Session,
-    about: ChainRef,
-    answer: Ready,
-    *,
-    buffers: BufferSource,
-    start: int,
-    tally: FetchTally,
-) -> Plan[MissReason | None]:
-    if answer.lease is None:
-        return None
-    corrupt: ChainRef | None = None
-    try:
-        arena = session.reading_arena()
-        targets = buffers(start, start + len(answer.slots))
-
-        def copy(should_stop: Callable[[], bool]) -> tuple[int, ReadEnd]:
-            return read_slots(arena, answer.slots, targets, should_stop)
-
-        end: ReadEnd
-        good, end = yield Work(copy, len(targets) * answer.length_bytes)
-        tally.add(answer.slots[:good], answer.origins.expand()[:good])
-        if end is ReadEnd.ALL:
-            return None
-        if end is ReadEnd.STOPPED:
-            return _why_stopped(session)
-        session.note_corrupt()
-        if end is ReadEnd.DAMAGED:
-            corrupt = ChainRef(about.chain[good : good + 1], about.part)
-        return MissReason.CORRUPT
-    finally:
-        yield Tell(Release(answer.lease, corrupt))
-
-
 class PutTally:
     """What a put has achieved so far; the rest counts as dropped."""
 
@@ -475,7 +329,7 @@ def put_plan(
 ) -> Plan[None]:
     """Store blocks that are not stored yet, window by window."""
     check_keys(chain)
-    window = _window_blocks(length_bytes)
+    window = window_blocks(length_bytes)
     for start in range(0, len(chain), window):
         about = ChainRef(chain[start : start + window], part)
         try:
@@ -536,17 +390,8 @@ def miss_reason(error: KVStoreError) -> MissReason:
     return MissReason.CORRUPT if isinstance(error, CorruptBlock) else MissReason.UNAVAILABLE
 
 
-def allocate_blocks(length_bytes: int, into: list[Bytes]) -> BufferSource:
-    """Return a source that makes one array per block when it is needed, and collects them in ``into``."""
-
-    def make(start: int, stop: int) -> Sequence[Bytes]:
-        into.extend(np.empty(length_bytes, np.uint8) for _ in range(stop - len(into)))
-        return into[start:stop]
-
-    return make
-
-
-def _window_blocks(length_bytes: int) -> int:
+def window_blocks(length_bytes: int) -> int:
+    """Return how many blocks one request of a larger call is about."""
     return max(1, min(_MAX_WINDOW_BLOCKS, WINDOW_BYTES // max(1, length_bytes)))
 
 

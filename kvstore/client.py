@@ -395,8 +395,11 @@ class KVStore:
         pool = self._live_pool()
         if call.is_held:
             return self._follow_on(pool.shared(call.deadline_s, call.holder), call)
-        with pool.lend(call.deadline_s, is_control=call.is_control) as link:
+        link = pool.take(call.deadline_s, is_control=call.is_control)
+        try:
             return self._follow_on(link, call)
+        finally:
+            pool.give_back(link)
 
     def _follow_on(self, link: Link | SharedLink, call: Call[T]) -> T:
         namespace = None if call.namespace is None else self._state.namespace(call.namespace)
@@ -404,6 +407,10 @@ class KVStore:
         try:
             if call.namespace is not None and call.namespace not in link.opened:
                 session.open_namespace()
+            if call.at_once is not None:
+                result = call.at_once(link)
+                if result is not None:
+                    return result
             return follow(call.make_plan(session), session)
         except ProtocolMismatch:
             # The exchange was whole, but what it said is in doubt, and so is what it lent.

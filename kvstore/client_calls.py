@@ -13,12 +13,22 @@ import numpy.typing as npt
 
 from kvstore import calls, holding_calls
 from kvstore.arena_link import MappedArena
-from kvstore.calls import Connection, FetchResult, FetchTally, Plan, PutTally, Session
+from kvstore.calls import Connection, FetchResult, Plan, PutTally, Session
 from kvstore.client_state import ClientState
 from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.fetch_calls import (
+    BufferSource,
+    FetchTally,
+    Link,
+    allocate_blocks,
+    fetch_at_once,
+    fetch_plan,
+    is_peeked,
+)
 from kvstore.holding_calls import Grant, Loan
 from kvstore.keys import KEY_BYTES, BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
+from kvstore.messages import ChainRef
 from kvstore.results import BlockReport, PrefixMatch, PutResult
 from kvstore.transfer import Buffer, require_writable, split_buffers
 
@@ -35,6 +45,8 @@ class Call(Generic[T]):
 
     ``when_away`` makes the result when the store does not serve it; without one the failure is raised.
     ``is_held``: what it brings outlives it, so it goes over the connection that is kept for such things.
+    ``at_once`` tries it on a connection that knows the namespace, without the steps of a plan, where the
+    caller may be blocked; None if that does not suffice: then the plan goes on.
     ``holder``: the connection that what the call is about belongs to; over another it makes no sense.
     """
 
@@ -44,6 +56,7 @@ class Call(Generic[T]):
     when_away: Callable[[KVStoreError], T] | None = None
     is_held: bool = False
     holder: Connection | None = None
+    at_once: Callable[[Link], T | None] | None = None
 
     @property
     def is_control(self) -> bool:
@@ -148,27 +161,39 @@ class ClientCalls:
         self, chain: PrefixChain, blocks: list[Array], *, part: Part | None, timeout_s: float | None
     ) -> Call[FetchResult]:
         """Copy the longest stored prefix into arrays made for it, which are appended to ``blocks``."""
-        source = calls.allocate_blocks(self._state.length_bytes(chain, part), blocks)
+        source = allocate_blocks(self._state.length_bytes(chain, part), blocks)
         return self._fetch(chain, source, part=part, timeout_s=timeout_s)
 
     def _fetch(
-        self, chain: PrefixChain, buffers: calls.BufferSource, *, part: Part | None, timeout_s: float | None
+        self, chain: PrefixChain, buffers: BufferSource, *, part: Part | None, timeout_s: float | None
     ) -> Call[FetchResult]:
         tally = FetchTally()
         length_bytes = self._state.length_bytes(chain, part)
-
-        def plan(session: Session) -> Plan[FetchResult]:
-            reason = yield from calls.fetch_plan(
-                session, chain, part=part, length_bytes=length_bytes, buffers=buffers, tally=tally
-            )
-            return tally.result(reason)
+        deadline_s = self._deadline_s(timeout_s, self._state.timeouts.fetch_s)
 
         def copied_so_far(error: KVStoreError) -> FetchResult:
             is_whole = tally.blocks == len(chain)
             return tally.result(None if is_whole else self._state.note_away(error))
 
-        deadline_s = self._deadline_s(timeout_s, self._state.timeouts.fetch_s)
-        return Call(plan, deadline_s, chain.namespace, copied_so_far)
+        def at_once(link: Link) -> FetchResult | None:
+            return fetch_at_once(
+                link,
+                ChainRef(chain, part),
+                buffers,
+                length_bytes=length_bytes,
+                deadline_s=deadline_s,
+                tally=tally,
+            )
+
+        return Call(
+            lambda session: fetch_plan(
+                session, chain, part=part, length_bytes=length_bytes, buffers=buffers, tally=tally
+            ),
+            deadline_s,
+            chain.namespace,
+            copied_so_far,
+            at_once=at_once if is_peeked(chain, length_bytes) else None,
+        )
 
     def put(
         self,

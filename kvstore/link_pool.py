@@ -1,10 +1,8 @@
 """LinkPool: the connections of a blocking client in one process."""
 
-import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
 
 from kvstore.arena_link import ArenaCache
 from kvstore.calls import Connection
@@ -29,19 +27,11 @@ class LinkPool:
         self._is_read_only = is_read_only
         self._idle: list[Link] = []
         self._num_links = 0
+        self._num_waiting = 0
         self._shared: SharedLink | None = None
         self._sharing = threading.Lock()
         self._is_closed = False
         self._changed = threading.Condition()
-
-    @contextlib.contextmanager
-    def lend(self, deadline_s: float, *, is_control: bool) -> Iterator[Link]:
-        """Lend a connection for one call; one in doubt is closed afterwards."""
-        link = self._take(deadline_s, is_control=is_control)
-        try:
-            yield link
-        finally:
-            self._give_back(link)
 
     def shared(self, deadline_s: float, holder: Connection | None) -> SharedLink:
         """Return the connection that everything held belongs to, made if there is none.
@@ -74,10 +64,8 @@ class LinkPool:
         """Close every connection; one in use by one call is closed when its call ends."""
         with self._changed:
             self._is_closed = True
-            idle, self._idle = self._idle, []
             self._changed.notify_all()
-        for link in idle:
-            link.close()
+        self._close_idle_if_closed()
         shared, self._shared = self._shared, None
         if shared is not None:
             shared.close()
@@ -90,26 +78,53 @@ class LinkPool:
         if self._shared is not None:
             self._shared.close()
 
-    def _take(self, deadline_s: float, *, is_control: bool) -> Link:
+    def take(self, deadline_s: float, *, is_control: bool) -> Link:
+        """Return a connection for one call, to be given back.
+
+        Raises:
+            InvalidRequest: the client is closed.
+            ServerUnavailable: no server answers (TimedOut: in time, or none becomes free in time).
+        """
         while True:
-            with self._changed:
-                if self._is_closed:
-                    raise InvalidRequest("client: it is closed")
-                if self._idle:
-                    link = self._idle.pop()
-                elif self._num_links < MAX_LINKS:
-                    if not is_control:
-                        self._state.check_may_connect()
-                    self._num_links += 1
-                    break
-                else:
-                    if not self._changed.wait(max(0.0, deadline_s - time.monotonic())):
-                        raise TimedOut(f"client: all {MAX_LINKS} connections are in use")
-                    continue
-            if link.is_usable:
+            link = self._pop_idle() or self._wait_for_link(deadline_s, is_control=is_control)
+            if link is None:
+                return self._connect(deadline_s)
+            if link.is_usable and not self._is_closed:
                 return link
             self._close(link)
-        return self._connect(deadline_s)
+
+    def give_back(self, link: Link) -> None:
+        """Take a connection back after its call; one in doubt is closed."""
+        if not link.is_clean or self._is_closed:
+            self._close(link)
+            return
+        self._idle.append(link)
+        # Whoever waits has said so before it looked for an idle one, so it has seen this one or is told.
+        if self._num_waiting or self._is_closed:
+            with self._changed:
+                self._changed.notify()
+            self._close_idle_if_closed()
+
+    def _wait_for_link(self, deadline_s: float, *, is_control: bool) -> Link | None:
+        """Return an idle connection, or None if one more may be made, which is counted already."""
+        with self._changed:
+            self._num_waiting += 1
+            try:
+                while True:
+                    if self._is_closed:
+                        raise InvalidRequest("client: it is closed")
+                    link = self._pop_idle()
+                    if link is not None:
+                        return link
+                    if self._num_links < MAX_LINKS:
+                        if not is_control:
+                            self._state.check_may_connect()
+                        self._num_links += 1
+                        return None
+                    if not self._changed.wait(max(0.0, deadline_s - time.monotonic())):
+                        raise TimedOut(f"client: all {MAX_LINKS} connections are in use")
+            finally:
+                self._num_waiting -= 1
 
     def _connect(self, deadline_s: float) -> Link:
         link: Link | None = None
@@ -144,13 +159,15 @@ class LinkPool:
         self._state.note_connected(link.welcome.instance)
         return link
 
-    def _give_back(self, link: Link) -> None:
-        with self._changed:
-            if link.is_clean and not self._is_closed:
-                self._idle.append(link)
-                self._changed.notify()
-                return
-        self._close(link)
+    def _close_idle_if_closed(self) -> None:
+        while self._is_closed and (link := self._pop_idle()) is not None:
+            self._close(link)
+
+    def _pop_idle(self) -> Link | None:
+        try:
+            return self._idle.pop()  # one step of the interpreter: no lock is needed for it
+        except IndexError:
+            return None
 
     def _close(self, link: Link) -> None:
         link.close()

@@ -165,6 +165,7 @@ class Connection(asyncio.BufferedProtocol):
         self._idle.set()
         self._heard_s = time.monotonic()
         self._is_turn_over = False
+        self._is_reading = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to serve."""
@@ -237,9 +238,12 @@ class Connection(asyncio.BufferedProtocol):
         """
         if self._is_turn_over:
             return
-        left_bytes = _TURN_BYTES
+        decoder, left_bytes = self._decoder, _TURN_BYTES
         try:
-            while left_bytes > 0 and self._has_room and (frame := self._decoder.next_frame()) is not None:
+            while decoder.pending_bytes and left_bytes > 0 and self._has_room:
+                frame = decoder.next_frame()
+                if frame is None:
+                    break
                 left_bytes -= max(len(frame.body), _LEAST_COST_BYTES)
                 self._accept(frame)
         except ProtocolMismatch as error:
@@ -247,16 +251,20 @@ class Connection(asyncio.BufferedProtocol):
             self._malformed.warn("server: closed a connection: %s", error)
             self.abort()
             return
-        transport = self._transport
-        if transport is None or transport.is_closing():
-            return
-        if left_bytes <= 0 and self._decoder.pending_bytes:
+        if left_bytes <= 0 and decoder.pending_bytes:
             self._is_turn_over = True
             asyncio.get_running_loop().call_soon(self._begin_turn)
-        if self._has_room and not self._is_turn_over:
-            transport.resume_reading()
+        self._read_on(is_wanted=self._has_room and not self._is_turn_over)
+
+    def _read_on(self, *, is_wanted: bool) -> None:
+        """Read from the socket, or leave what comes in it."""
+        if is_wanted is self._is_reading or self._transport is None or self._transport.is_closing():
+            return
+        self._is_reading = is_wanted
+        if is_wanted:
+            self._transport.resume_reading()
         else:
-            transport.pause_reading()
+            self._transport.pause_reading()
 
     def _begin_turn(self) -> None:
         self._is_turn_over = False

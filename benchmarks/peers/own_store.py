@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore import KVLayout, KVStore, Namespace, PrefixChain
-from kvstore import calls as plans
+from kvstore import fetch_calls as plans
 from kvstore.keys import BlockKey
 from kvstore.transfer import ReadEnd
 from peers import Bytes
