@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from kvstore.calls import BufferSource, FetchResult
+from kvstore.calls import FetchResult
 from kvstore.checksum import checksum
 from kvstore.errors import InvalidLayout, InvalidRequest, ProtocolMismatch
+from kvstore.fetch_calls import BufferSource
 from kvstore.holding_calls import Grant
 from kvstore.http_link import HttpAnswer, HttpRequest, Piece, json_object
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain

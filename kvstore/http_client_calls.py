@@ -9,9 +9,10 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from kvstore import calls, http_calls
 from kvstore.arena_link import MappedArena
-from kvstore.calls import FetchResult, Plan, Session
+from kvstore.calls import Plan, Session
 from kvstore.client_calls import Array, Call, ClientCalls
 from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.fetch_calls import BufferSource, FetchResult, allocate_blocks
 from kvstore.holding_calls import Grant, Loan
 from kvstore.http_calls import Fetching, Putting
 from kvstore.http_link import HttpAnswer, HttpRequest
@@ -121,7 +122,7 @@ class HttpClientCalls(ClientCalls):
         self, chain: PrefixChain, blocks: list[Array], *, part: Part | None, timeout_s: float | None
     ) -> HttpCall[FetchResult]:
         """Receive the longest stored prefix into arrays made for it, which are appended to ``blocks``."""
-        source = calls.allocate_blocks(self._require(chain, part), blocks)
+        source = allocate_blocks(self._require(chain, part), blocks)
         return self._receive(chain, source, part=part, timeout_s=timeout_s)
 
     def put(
@@ -293,7 +294,7 @@ class HttpClientCalls(ClientCalls):
         )
 
     def _receive(
-        self, chain: PrefixChain, buffers: calls.BufferSource, *, part: Part | None, timeout_s: float | None
+        self, chain: PrefixChain, buffers: BufferSource, *, part: Part | None, timeout_s: float | None
     ) -> HttpCall[FetchResult]:
         length_bytes = self._state.length_bytes(chain, part)
         fetching = Fetching(self._state.note_corrupt, buffers, length_bytes)
