@@ -9,10 +9,10 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from kvstore import calls, http_calls
 from kvstore.arena_link import MappedArena
-from kvstore.calls import Plan, Session
+from kvstore.calls import FetchResult, Plan, Session
 from kvstore.client_calls import Array, Call, ClientCalls
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.fetch_calls import BufferSource, FetchResult, allocate_blocks
+from kvstore.fetch_calls import BufferSource, allocate_blocks
 from kvstore.holding_calls import Grant, Loan
 from kvstore.http_calls import Fetching, Putting
 from kvstore.http_link import HttpAnswer, HttpRequest
