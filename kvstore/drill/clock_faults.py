@@ -43,7 +43,7 @@ class ClockJumps(Fault):
     def inject(self, stage: Stage) -> None:
         """Let the clock jump under load, several times, while a lease is held."""
         chain = stage.new_chain(2)
-        stage.put(chain)
+        stage.put(chain, timeout_s=HEAL_S)
         with RawClient(unix_dial(stage.store.socket_path), stage.namespace) as holder:
             holder.lease(chain)
             began_s = time.monotonic()

@@ -2,7 +2,7 @@
 
 from kvstore.drill.child_part import ChildPart
 from kvstore.drill.fault import Fault
-from kvstore.drill.stage import HEALTH_S, Stage
+from kvstore.drill.stage import HEAL_S, HEALTH_S, Stage
 from kvstore.drill.store_process import wait_until
 from kvstore.keys import PrefixChain
 
@@ -25,7 +25,7 @@ class CrowdKilled(Fault):
             [stage.new_chain(stage.rng.randint(1, 2)) for _ in range(_EACH)] for _ in range(3)
         )
         for chain in leased:
-            stage.put(chain)
+            stage.put(chain, timeout_s=HEAL_S)
         members = [("lease", leased), ("write", written), ("work", worked)]
         with ChildPart("crowd_process", _order(stage, members), log=stage.folder / "clients.log") as crowd:
             num_clients = int(str(crowd.hear("ready")["clients"]))
@@ -36,7 +36,8 @@ class CrowdKilled(Fault):
         if not wait_until(lambda: stage.stats()["live_leases"] == 0, HEALTH_S):
             stage.ledger.note_violation("leases of killed clients have not ended")
         for chain in written:
-            if stage.put(chain).stored != len(chain) or stage.get(chain).blocks != len(chain):
+            stored = stage.put(chain, timeout_s=HEAL_S).stored
+            if stored != len(chain) or stage.get(chain, timeout_s=HEAL_S).blocks != len(chain):
                 stage.ledger.note_violation("blocks that a killed client was writing cannot be put")
         for chain in (*leased, *written, *worked):
             stage.get(chain)

@@ -6,7 +6,8 @@ from typing import ClassVar
 
 from kvstore.drill.fault import Fault
 from kvstore.drill.load import Load
-from kvstore.drill.stage import Stage
+from kvstore.drill.stage import HEAL_S, HEALTH_S, Stage
+from kvstore.drill.store_process import wait_until
 from kvstore.drill.trouble import Harm, Operation, TroubleOrder
 
 _EXIT_USAGE = 2
@@ -81,6 +82,11 @@ class ErrorAtEachOperation(_EachOperation):
             # A delete that failed is made up for when the copy is looked at: its bytes are others' by now.
             stage.drop_damaged()
 
+    def verify(self, stage: Stage) -> None:
+        """Check every promise, and that blocks become durable again."""
+        stage.verify()
+        stage.verify_becomes_durable()
+
 
 class ShortTransferAtEachOperation(ErrorAtEachOperation):
     """See the description."""
@@ -129,11 +135,10 @@ class _HeldUp(Fault):
     def use(self, stage: Stage, order: TroubleOrder, duration_s: float) -> None:
         """Put, get and match for a while under the order."""
         chain = stage.new_chain(4)
-        stage.put(chain)
+        stage.put(chain, timeout_s=HEAL_S)
         stage.disk.order(order)
-        for _ in range(4):
-            if stage.get(chain).blocks != len(chain):
-                stage.ledger.note_violation("a block in memory is not served while the disk is slow")
+        if not wait_until(lambda: stage.get(chain).blocks == len(chain), HEALTH_S):
+            stage.ledger.note_violation("a block in memory is not served while the disk is slow")
         with Load(stage, acknowledges=False):
             until_s = time.monotonic() + duration_s
             while time.monotonic() < until_s:

@@ -22,7 +22,7 @@ from kvstore.drill.blocks import count_wrong_bytes, drill_namespace, new_chain, 
 from kvstore.errors import KVStoreError, ServerUnavailable
 from kvstore.keys import PrefixChain
 
-_CALL_S = 2.0
+_CALL_S = 5.0
 _WRONG_STATUS, _PROBLEM_STATUS = 1, 2
 _CHILDREN = 3
 
