@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import ssl
+import stat
 import struct
 import warnings
 from pathlib import Path
@@ -64,6 +65,7 @@ class ServerTls:
             _require_client_certificates(context, authorities)
             self._requires_clients = True
         _warn_if_out_of_date(self._folder / CERT_NAME)
+        _warn_if_readable(self._folder / KEY_NAME)
         return context
 
     def _content(self) -> bytes:
@@ -127,6 +129,15 @@ def _warn_if_out_of_date(path: Path) -> None:
         logger.warning("tls: %s: the certificate has expired on %s: replace it", path, ends.date())
     else:
         logger.info("tls: %s: the certificate is valid until %s", path, ends.date())
+
+
+def _warn_if_readable(path: Path) -> None:
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return
+    if mode & stat.S_IROTH:
+        logger.warning("tls: %s: others may read it: chmod 600 %s", path, path)
 
 
 def _bounded(path: Path) -> bytes | None:

@@ -136,6 +136,11 @@ def test_a_keyring_holds_at_most_so_many_keys():
     assert len(Keyring(bytes(32), records[1:])) == MAX_KEYS
 
 
+def test_a_short_secret_is_refused():
+    with pytest.raises(InvalidConfig, match="31 bytes, at least 32"):
+        Keyring(bytes(31), [])
+
+
 @given(st.text(max_size=200) | st.binary(max_size=200).map(lambda data: data.decode("latin-1")))
 def test_any_text_is_a_keyring_or_refused(text):
     try:

@@ -8,6 +8,7 @@ from kvstore.auth import LOCAL, Identity, Scope, Tenancy
 from kvstore.errors import Forbidden
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
+from kvstore.messages import OpenNamespace
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_tokens=16, dtype="float16")
 PLAIN = Namespace("llama", LAYOUT)
@@ -83,3 +84,12 @@ def test_a_shared_namespace_is_used_where_its_model_is_public():
 def test_the_operator_uses_every_namespace_there_is():
     assert Tenancy().admits(LOCAL, replace(PLAIN, tenant_salt=OTHER.salt))
     assert not Tenancy().admits(LOCAL, None)
+
+
+def test_no_text_form_of_a_namespace_or_of_its_opening_shows_the_salt():
+    namespace = replace(PLAIN, tenant_salt=b"planted salt")
+
+    shown = f"{namespace!r} {namespace} {OpenNamespace(namespace)!r}"
+
+    assert "planted" not in shown
+    assert "llama" in shown

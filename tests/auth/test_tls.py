@@ -338,6 +338,7 @@ async def test_certificates_are_renewed_under_load_without_a_failed_handshake(
     [
         ("no folder", "cannot be read: No such file"),
         ("no key", "cannot be read: No such file"),
+        ("folder for a file", "tls.crt: cannot be read: Is a directory"),
         ("junk", "must be PEM"),
         ("large", "larger than"),
         ("junk ca", "ca.crt: is not PEM"),
@@ -352,6 +353,9 @@ def test_files_that_cannot_be_used_are_refused_at_the_start(folder, damage, comp
             shutil.rmtree(folder)
         case "no key":
             (folder / "tls.key").unlink()
+        case "folder for a file":
+            (folder / "tls.crt").unlink()
+            (folder / "tls.crt").mkdir()
         case "junk":
             (folder / "tls.key").write_text("junk")
         case "large":
@@ -373,6 +377,15 @@ def test_files_that_cannot_be_used_are_refused_at_the_start(folder, damage, comp
 
     with pytest.raises(InvalidConfig, match=complaint):
         ServerTls(folder).reloaded()
+
+
+@pytest.mark.parametrize(("mode", "is_warned_of"), [(0o600, False), (0o640, False), (0o644, True)])
+def test_a_key_that_others_may_read_is_warned_of(folder, caplog, mode, is_warned_of):
+    (folder / "tls.key").chmod(mode)
+
+    ServerTls(folder).reloaded()
+
+    assert ("tls.key: others may read it" in caplog.text) == is_warned_of
 
 
 def test_an_expired_certificate_is_warned_of(folder, caplog):

@@ -40,6 +40,17 @@ def names_a_namespace(route):
     return "namespace" in route.parameters or (schema is not None and "namespace" in schema["properties"])
 
 
+def sample(schema):
+    """Return a value that a schema allows, for what a request must hold and no test is about."""
+    if "enum" in schema:
+        return schema["enum"][0]
+    kinds = {"string": "x" * schema.get("minLength", 1), "boolean": False, "array": []}
+    kinds |= {kind: schema.get("minimum", 0) for kind in ("integer", "number")}
+    if schema["type"] != "object":
+        return kinds[schema["type"]]
+    return {name: sample(schema["properties"][name]) for name in schema["required"]}
+
+
 def request_of(route, space, lease=LEASE):
     """Return path and options of a request that the route takes, about the first blocks of a namespace."""
     chain = space.chain(TOKENS)
@@ -54,6 +65,7 @@ def request_of(route, space, lease=LEASE):
         "layout": layout_fields(),
     }
     fields = {name: known[name] for name in schema["properties"] if name in known}
+    fields |= {name: sample(schema["properties"][name]) for name in schema["required"] if name not in known}
     if route.takes_payload:
         return path, {"data": framed(fields, payload(chain.keys[0]) + payload(chain.keys[1]))}
     return path, {"json": fields}
