@@ -4,12 +4,14 @@ import argparse
 import dataclasses
 import enum
 import inspect
+import json
 from pathlib import Path
 
 import kvstore
 from kvstore import errors
 from kvstore.cli import COMMANDS, command_parser
 from kvstore.config_reference import configuration_reference
+from kvstore.http.openapi import openapi_document
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -164,10 +166,16 @@ def _cell(text: str) -> str:
     return " ".join(text.replace("``", "`").replace("|", "\\|").split())
 
 
+def openapi_page() -> str:
+    """Return ``docs/openapi.json``: the description of the HTTP API."""
+    return json.dumps(openapi_document(), indent=1) + "\n"
+
+
 PAGES = {
     "cli.md": cli_reference,
     "configuration.md": configuration_reference,
     "python_api.md": api_reference,
+    "openapi.json": openapi_page,
 }
 
 

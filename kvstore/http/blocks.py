@@ -2,14 +2,14 @@
 
 from aiohttp import web
 
-from kvstore.http.payloads import LentPayload, count_whole, ready_payloads, receive_payload, send_payloads
+from kvstore.http.payloads import count_whole, ready_payloads, send_payloads
 from kvstore.http.refusal import ErrorCode, Refused
 from kvstore.http.service import CHECKSUM_HEADER, COMMON_HEADERS, Call, chain_of_keys, json_answer
+from kvstore.http.storing import Storing
 from kvstore.http.values import Values
 from kvstore.keys import Namespace, PrefixChain
 from kvstore.layout import Part
 from kvstore.miss import MissReason
-from kvstore.results import Owner, ReservedSlot
 
 PAYLOAD_TYPE = "application/octet-stream"
 ORIGIN_HEADER = "KVStore-Origin"
@@ -49,26 +49,19 @@ async def head_block(call: Call) -> web.StreamResponse:
 
 async def put_block(call: Call) -> web.StreamResponse:
     """Take a block into a slot, and store it if its bytes are right."""
-    service, namespace = call.service, call.namespace()
+    namespace = call.namespace()
     chain, part = _chain_and_part(call, namespace)
     length_bytes = namespace.layout.part_bytes(part)
     call.body.require_plain(PAYLOAD_TYPE)
     call.body.require_length(length_bytes)
     expected = call.checksum_header()
-    async with call.owner() as owner:
-        reserved = await service.manager.reserve(chain, owner=owner, part=part, timeout_s=call.timeout_s)
-        slot = next(iter(reserved.slots), None)
-        found = await _receive(call, slot, length_bytes)
-        if expected is not None and found != expected:
-            raise Refused(
-                ErrorCode.CHECKSUM_MISMATCH,
-                f"body: its checksum is {found:016x}, {CHECKSUM_HEADER} says another",
-            )
-        is_stored = slot is not None and _commit(call, chain, part, slot, owner=owner, checksum=found)
-    is_present = bool(reserved.present) or (slot is not None and not is_stored)
-    outcome = {"stored": int(is_stored), "present": int(is_present)}
-    outcome["dropped"] = 1 - sum(outcome.values())
-    return json_answer(outcome, status=201 if is_stored else 200, headers={CHECKSUM_HEADER: f"{found:016x}"})
+    storing = Storing(
+        call, chain, part, length_bytes=length_bytes, checksums=None if expected is None else [expected]
+    )
+    (found,) = await storing.take_all(timeout_s=call.timeout_s)
+    outcome = storing.outcome()
+    status = 201 if outcome["stored"] else 200
+    return json_answer(outcome, status=status, headers={CHECKSUM_HEADER: f"{found:016x}"})
 
 
 async def delete_block(call: Call) -> web.StreamResponse:
@@ -104,25 +97,6 @@ async def begin_answer(call: Call, response: web.StreamResponse) -> None:
     await response.prepare(call.request)
     if (response.content_length or 0) > _COALESCED_BYTES:
         await response.write(b"")  # on its own: aiohttp joins head and first bytes by a copy
-
-
-async def _receive(call: Call, slot: ReservedSlot | None, length_bytes: int) -> int:
-    body = call.body
-    if slot is None:
-        found = await receive_payload(body, length_bytes, None)
-    else:
-        async with call.service.top.writing([slot.slot], length_bytes) as (view,):
-            found = await receive_payload(body, length_bytes, LentPayload(call.service, slot, view))
-    await body.require_end()
-    return found
-
-
-def _commit(
-    call: Call, chain: PrefixChain, part: Part, slot: ReservedSlot, *, owner: Owner, checksum: int
-) -> bool:
-    manager = call.service.manager
-    (is_stored,) = manager.commit(chain, [slot.slot], owner=owner, checksums=[checksum], part=part)
-    return is_stored
 
 
 def _chain_and_part(call: Call, namespace: Namespace) -> tuple[PrefixChain, Part]:

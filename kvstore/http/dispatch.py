@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _JSON_TYPE = "application/json"
 _INTEGER = re.compile("-?[0-9]{1,19}")
-_NUMBER = re.compile(r"-?[0-9]{1,19}(\.[0-9]{1,19})?([eE][-+]?[0-9]{1,2})?")
+_NUMBER = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,20})?([eE][-+]?[0-9]{1,3})?")
 
 
 class Dispatcher:

@@ -20,6 +20,8 @@ with a reason, never a failure."""
 _BINARY: Schema = {"type": "string", "format": "binary"}
 _FRAMED = "The length of a JSON head as u32, little-endian; the head; the payloads back to back."
 _FETCH_HEAD = "Head: blocks, length_bytes, checksums, origins, reason."
+_MISS_STATUS = ErrorCode.MISS.status
+_MISSING = ("get_block", "head_block")
 _STORE_HEAD = "Head: namespace, keys, start, parent, part, length_bytes, checksums, timeout_s."
 
 
@@ -42,7 +44,8 @@ def openapi_document() -> Json:
             "securitySchemes": {
                 "key": {"type": "http", "scheme": "bearer", "description": "A key of the server's keyring."}
             },
-            "schemas": {"Error": schemas.ERROR, "Miss": schemas.MISS},
+            "schemas": _named_schemas(),
+            "responses": _named_responses(),
         },
     }
 
@@ -65,7 +68,7 @@ def _operation(route: Route) -> Json:
     if parameters:
         operation["parameters"] = parameters
     if route.body is not None:
-        operation["requestBody"] = {"required": True, "content": {_JSON_TYPE: {"schema": route.body}}}
+        operation["requestBody"] = {"required": True, "content": _json_content(route.body)}
     if route.takes_payload:
         content: Json = {PAYLOAD_TYPE: {"schema": _BINARY}}
         text = "The payload." if route.name == "put_block" else f"{_FRAMED} {_STORE_HEAD}"
@@ -89,24 +92,56 @@ def _responses(route: Route) -> Json:
     responses: Json = {str(status): _good(route) for status in route.statuses}
     if route.is_public:
         return responses
-    codes: dict[int, list[str]] = {}
-    for code in ErrorCode:
-        if _may_answer(route, code):
-            codes.setdefault(code.status, []).append(code.value)
-    for status, words in codes.items():
-        name = "Miss" if ErrorCode.MISS.value in words else "Error"
-        response: Json = {"description": f"Codes: {', '.join(words)}."}
-        if route.method != "HEAD":
-            response["content"] = {_JSON_TYPE: {"schema": {"$ref": f"#/components/schemas/{name}"}}}
-        if name == "Miss":
-            response["headers"] = {REASON_HEADER: {"schema": schemas.MISS["properties"]["reason"]}}
-        responses[str(status)] = response
+    for status in sorted({code.status for code in ErrorCode if _may_answer(route, code)}):
+        kind = "miss" if status == _MISS_STATUS and route.name in _MISSING else "error"
+        if route.method == "HEAD":
+            kind += "-without-body"
+        responses[str(status)] = {"$ref": f"#/components/responses/{kind}-{status}"}
     return responses
+
+
+def _named_responses() -> Json:
+    """Return the answers that are no good ones: one for each status, with its codes."""
+    responses: Json = {}
+    for status in sorted({code.status for code in ErrorCode}):
+        words = [code.value for code in ErrorCode if code.status == status]
+        without_body: Json = {"description": f"Codes: {', '.join(words)}."}
+        responses[f"error-without-body-{status}"] = without_body
+        responses[f"error-{status}"] = {**without_body, "content": _json_content(schemas.ERROR)}
+    miss: Json = {
+        "description": "A miss, with its reason, or a namespace that is not open.",
+        "headers": {REASON_HEADER: {"schema": schemas.MISS["properties"]["reason"]}},
+    }
+    responses[f"miss-without-body-{_MISS_STATUS}"] = miss
+    responses[f"miss-{_MISS_STATUS}"] = {**miss, "content": _json_content(schemas.MISS)}
+    return responses
+
+
+def _named_schemas() -> Json:
+    """Return the schemas of bodies by their names."""
+    return {
+        _title(name): value
+        for name, value in vars(schemas).items()
+        if name.isupper() and not name.startswith("_") and isinstance(value, dict) and "properties" in value
+    }
+
+
+def _title(name: str) -> str:
+    return "".join(word.capitalize() for word in name.split("_"))
+
+
+def _reference(schema: Schema) -> Json:
+    name = next((name for name, known in _named_schemas().items() if known is schema), None)
+    return dict(schema) if name is None else {"$ref": f"#/components/schemas/{name}"}
+
+
+def _json_content(schema: Schema) -> Json:
+    return {_JSON_TYPE: {"schema": _reference(schema)}}
 
 
 def _good(route: Route) -> Json:
     if route.result is not None:
-        return {"description": "Done.", "content": {_JSON_TYPE: {"schema": route.result}}}
+        return {"description": "Done.", "content": _json_content(route.result)}
     if route.name == "metrics":
         return {"description": "Prometheus text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
     response: Json = {"description": "The payload."}
@@ -133,7 +168,7 @@ def _may_answer(route: Route, code: ErrorCode) -> bool:
         ErrorCode.CHECKSUM_MISMATCH: route.takes_payload,
         ErrorCode.UNKNOWN_NAMESPACE: names_blocks,
         ErrorCode.UNKNOWN_LEASE: route.name == "release",
-        ErrorCode.MISS: route.name in ("get_block", "head_block"),
+        ErrorCode.MISS: route.name in _MISSING,
         ErrorCode.REQUEST_TIMEOUT: has_body,
         ErrorCode.TOO_LARGE: has_body,
         ErrorCode.UNSUPPORTED_MEDIA_TYPE: has_body,

@@ -5,7 +5,7 @@ are summed again while they are sent, and the last bytes of a block leave only i
 the slot is still the leased one; else the connection ends before the answer is whole.
 
 In: bytes go from the socket's buffer into a lent slot, and their own checksum is taken on the way. A slot
-that was taken back meanwhile, since its writer was slow, is never written to again.
+whose time is over, since its writer was slow, is never written to again.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from kvstore.http.body import Body
 from kvstore.http.service import HttpService
 from kvstore.keys import PrefixChain
 from kvstore.layout import Part
-from kvstore.results import FetchedBlock, ReservedSlot
+from kvstore.results import FetchedBlock, Owner, ReservedSlot
 from kvstore.tier import Slot
 
 _STEP_BYTES = 256 << 10
@@ -119,26 +119,33 @@ async def _send(service: HttpService, response: web.StreamResponse, payload: Rea
 
 
 class LentPayload:
-    """A slot in the hands of one request, being written."""
+    """A slot in the hands of one request, being written. Once its time is over it is given back, for good."""
 
-    def __init__(self, service: HttpService, lent: ReservedSlot, view: memoryview) -> None:
+    def __init__(self, service: HttpService, owner: Owner, lent: ReservedSlot, view: memoryview) -> None:
         self._service = service
+        self._owner = owner
         self._view = view
         self._num_bytes = 0
+        self._until_s = service.clock() + service.lease_s
+        self._is_given_up = False
         self.index = lent.index
         self.slot = lent.slot
         self.generation = lent.generation
 
     @property
     def is_ours(self) -> bool:
-        """Whether the slot has not been taken back."""
-        return self._service.top.generation(self.slot) == self.generation
+        """Whether the slot may still be written to and published."""
+        is_ours = not self._is_given_up and self._service.clock() < self._until_s
+        return is_ours and self._service.top.generation(self.slot) == self.generation
 
     def take(self, piece: memoryview) -> None:
         """Write the next bytes, if the slot is still ours."""
         if self.is_ours:
             target = self._view[self._num_bytes : self._num_bytes + len(piece)]
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(piece, np.uint8))
+        elif not self._is_given_up:
+            self._is_given_up = True
+            self._service.manager.return_slots([self.slot], owner=self._owner)
         self._num_bytes += len(piece)
 
 

@@ -1,8 +1,8 @@
 """JSON Schemas that requests are checked against, the same ones that the OpenAPI document shows.
 
 The part of JSON Schema that is used: type (one or several), properties, required, additionalProperties
-false, items, minItems, maxItems, uniqueItems, pattern (of the whole text), minLength, maxLength, minimum,
-maximum, enum. A number that is an integer is one only if it is written as one.
+false, oneOf with nothing but required, items, minItems, maxItems, uniqueItems, pattern (of the whole text),
+minLength, maxLength, minimum, maximum, enum.
 """
 
 import json
@@ -26,7 +26,9 @@ def parse_json(data: bytes) -> object:
         Refused: it is not such a text.
     """
     try:
-        value: object = json.loads(data, object_pairs_hook=_object, parse_constant=_no_constant)
+        value: object = json.loads(
+            data, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_number
+        )
     except RecursionError:
         raise Refused(ErrorCode.BAD_REQUEST, "body: nested too deeply") from None
     except ValueError as error:
@@ -59,6 +61,12 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
+def _number(text: str) -> int | float:
+    """Return a number that is written with a fraction or exponent; one without a fraction is an integer."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
 def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is no JSON")
 
@@ -71,6 +79,9 @@ def _check_object(schema: Schema, value: Mapping[str, object], where: str) -> No
     for name in schema.get("required", ()):
         if name not in value:
             raise _misfit(where, f"{name} is missing")
+    choices = ["".join(choice["required"]) for choice in schema.get("oneOf", ())]
+    if choices and sum(name in value for name in choices) != 1:
+        raise _misfit(where, f"expected either {' or '.join(choices)}")
     for name, member in value.items():
         check(properties[name], member, f"{where}.{name}")
 

@@ -24,6 +24,14 @@ def _object(properties: dict[str, Schema], *required: str) -> Schema:
     }
 
 
+def _lookup(properties: dict[str, Schema]) -> Schema:
+    """Return the schema of a request about blocks that are named by keys or by tokens."""
+    return {
+        **_object(properties, "namespace"),
+        "oneOf": [{"required": ["keys"]}, {"required": ["tokens"]}],
+    }
+
+
 def _integer(low: int, high: int, text: str = "") -> Schema:
     return _told({"type": "integer", "minimum": low, "maximum": high}, text)
 
@@ -94,16 +102,15 @@ _LEASE_S: Schema = {
     "description": "Seconds until the lease ends by itself; at most lease_s of [store].",
 }
 
-MATCH = _object(
+MATCH = _lookup(
     {
         **_LOOKUP,
         "lease": {"type": "boolean", "description": "Lease those of them that are in memory."},
         "lease_s": _LEASE_S,
-    },
-    "namespace",
+    }
 )
-LEASE = _object({**_LOOKUP, "lease_s": _LEASE_S}, "namespace")
-LOOKUP = _object(_LOOKUP, "namespace")
+LEASE = _lookup({**_LOOKUP, "lease_s": _LEASE_S})
+LOOKUP = _lookup(_LOOKUP)
 EXISTS = _object(
     {
         "namespace": NAMESPACE,
@@ -114,12 +121,11 @@ EXISTS = _object(
     "namespace",
     "keys",
 )
-WHY = _object(
+WHY = _lookup(
     {
         **_LOOKUP,
         "keys": _list(KEY, most=MAX_WHY_BLOCKS, uniqueItems=True, text="Keys of consecutive blocks."),
-    },
-    "namespace",
+    }
 )
 STORE_HEAD = _object(
     {

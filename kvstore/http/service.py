@@ -166,14 +166,12 @@ class Call:
         """Return the chain of blocks that keys, or tokens, name.
 
         Raises:
-            Refused: neither or both are given, or there are too many.
+            Refused: tokens do not begin at block 0, or there are too many blocks.
             InvalidRequest: the keys are no chain.
         """
         values = values or self.values
         tokens, keys = values.integers("tokens"), values.texts("keys")
         parent, start = values.text("parent"), values.integer("start") or 0
-        if (tokens is None) == (keys is None):
-            raise Refused(ErrorCode.BAD_REQUEST, "body: expected either keys or tokens")
         if tokens is not None:
             if parent is not None or start:
                 raise Refused(ErrorCode.BAD_REQUEST, "body: tokens begin at block 0: no start, no parent")
