@@ -72,6 +72,9 @@ class FetchTally:
         return FetchResult(len(self._slots), tuple(self._origins), checksums, reason)
 
 
+_LOOK_S = 0.001
+"""How long a copy goes on before it looks whether its connection still stands."""
+
 BufferSource: TypeAlias = Callable[[int, int], Sequence[Bytes]]
 """Gives the buffers of blocks start to stop of the chain; called when they are known to be stored."""
 
@@ -101,7 +104,13 @@ def fetch_at_once(
         return None
     slots, count = answer.slots, len(answer.slots)
     _check_peeked(answer, about, length_bytes)
-    _, end = read_slots(link.arena.reading, slots, buffers(0, count), lambda: time.monotonic() >= deadline_s)
+    first_look_s = time.monotonic() + _LOOK_S
+
+    def is_over() -> bool:
+        now_s = time.monotonic()
+        return now_s >= deadline_s or (now_s >= first_look_s and link.is_lost)
+
+    _, end = read_slots(link.arena.reading, slots, buffers(0, count), is_over)
     if end is not ReadEnd.ALL:
         return None
     return FetchResult(count, (answer.tier,) * count, tuple([slot[2] for slot in slots]), None)
