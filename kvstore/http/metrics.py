@@ -105,6 +105,7 @@ def _http(http: Mapping[str, object]) -> Iterator[tuple[str, str, str, Samples]]
     for member, label, text in (
         ("requests", "operation", "Requests."),
         ("errors", "code", "Requests answered with an error."),
+        ("gate", "result", "Requests let in and turned away."),
     ):
         yield f"kvstore_http_{member}_total", "counter", text, _by(label, _nested(http, member))
 

@@ -41,6 +41,10 @@ class GuardedProcess(StoreProcess):
     def port(self):
         return int(re.findall(r"http: listening on https?://127\.0\.0\.1:(\d+)", self.log)[-1])
 
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
     def connect(self, context=None):
         if context is None:
             return http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)

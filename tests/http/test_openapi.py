@@ -10,8 +10,8 @@ import pytest
 
 from kvstore.http.openapi import openapi_document
 from kvstore.http.routes import ROUTES
+from tests.http.guarded_process import GuardedProcess
 from tests.http.http_store import SPACE, layout_fields
-from tests.http.served_process import ServedProcess
 
 
 def test_every_route_is_described_and_nothing_else():
@@ -56,7 +56,7 @@ def as_json(url, body):
 
 @pytest.mark.timeout(400)
 def test_a_server_answers_as_the_document_says(tmp_path):
-    with ServedProcess(tmp_path) as server:
+    with GuardedProcess(tmp_path, {}) as server:
         body = json.dumps({"model": SPACE.model, "layout": layout_fields()}).encode()
         request = urllib.request.Request(
             f"{server.url}/v1/namespaces", body, {"Content-Type": "application/json"}

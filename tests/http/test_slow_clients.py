@@ -10,9 +10,9 @@ import aiohttp
 import pytest
 
 from kvstore.drill.store_process import Footprint, wait_until
+from tests.http.guarded_process import GuardedProcess
 from tests.http.http_store import BLOCK_BYTES, HttpClient, hex_keys, long_chain
 from tests.http.raw_client import head
-from tests.http.served_process import ServedProcess
 
 CHAIN = long_chain(4)
 ABOUT = {"namespace": CHAIN.namespace.hex(), "keys": hex_keys(CHAIN)}
@@ -71,7 +71,7 @@ async def trickle(socks, until_s):
 
 @pytest.mark.timeout(300)
 async def test_500_slow_clients_are_dropped_and_a_healthy_one_does_not_notice(tmp_path):
-    with ServedProcess(tmp_path) as server:
+    with GuardedProcess(tmp_path, {}) as server:
         async with aiohttp.ClientSession(server.url) as session, contextlib.AsyncExitStack() as stack:
             client = HttpClient(session)
             await client.open()
@@ -103,7 +103,7 @@ async def test_500_slow_clients_are_dropped_and_a_healthy_one_does_not_notice(tm
 
 @pytest.mark.timeout(120)
 async def test_at_the_limit_of_descriptors_clients_are_refused_and_the_log_is_not_flooded(tmp_path):
-    with ServedProcess(tmp_path, http="max_connections = 1000") as server:
+    with GuardedProcess(tmp_path, {}, log_level="info") as server:
         server.kill()
         server.start(prefix=("prlimit", "--nofile=96:96"))
         with connected(server.url, 300) as socks:
