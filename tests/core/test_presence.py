@@ -22,11 +22,11 @@ class StoppingTier(GatedTier):
     async def probe(self, blocks, *, deadline_s):
         self.asked.append(len(blocks))
         if not self.is_up:
-            return Probe([None] * len(blocks), MissReason.UNAVAILABLE, 0)
+            return Probe([None] * len(blocks), MissReason.UNAVAILABLE, num_known=0)
         known = [block in self.stored for block in blocks[:WINDOW]]
         tiers = [self.name if is_here else None for is_here in known]
         num_known = None if len(blocks) <= WINDOW else WINDOW
-        return Probe(tiers + [None] * (len(blocks) - len(tiers)), None, num_known)
+        return Probe(tiers + [None] * (len(blocks) - len(tiers)), num_known=num_known)
 
 
 async def test_blocks_of_every_tier_exist_in_any_order():

@@ -216,7 +216,8 @@ class RemoteTier:
         is_known = first is None or found[first] is False
         tiers = [self._name if is_here else None for is_here in found]
         reason = None if first is None or is_known else ending.reason(first)
-        return Probe(tiers, reason, next((at for at, is_here in enumerate(found) if is_here is None), None))
+        num_known = next((at for at, is_here in enumerate(found) if is_here is None), None)
+        return Probe(tiers, reason, num_known=num_known)
 
     async def read(self, requests: Sequence[ReadRequest], *, deadline_s: float) -> list[ReadOutcome]:
         """Read copies into the buffers, and verify them."""

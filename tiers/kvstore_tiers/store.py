@@ -131,7 +131,7 @@ class StoreTier:
                 reason = found.reason
                 break
         num_known = None if len(names) == len(blocks) else len(names) + 1
-        return Probe(names + [None] * (len(blocks) - len(names)), reason, num_known)
+        return Probe(names + [None] * (len(blocks) - len(names)), reason, num_known=num_known)
 
     async def read(self, requests: Sequence[ReadRequest], *, deadline_s: float) -> list[ReadOutcome]:
         """Copy blocks into the buffers, each verified; behind the first miss of a chain nothing is read."""
