@@ -31,7 +31,11 @@ _LONGEST_PAUSE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds that a call may take when it is not told otherwise."""
+    """Seconds that a call may take when it is not told otherwise.
+
+    ``match_s``: match, exists, and renewing a lease; ``fetch_s``: fetch, get, prefetch, lease and view;
+    ``put_s``: put, reserve and commit; ``control_s``: everything else.
+    """
 
     match_s: float = 0.05
     fetch_s: float = 1.0

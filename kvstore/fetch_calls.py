@@ -41,6 +41,10 @@ class Link(Protocol):
 
     arena: MappedArena | None
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the server has ended it."""
+
     def ask(self, request: Request, deadline_s: float) -> Answer:
         """Send a request and return its answer."""
 
@@ -110,10 +114,13 @@ def fetch_at_once(
         now_s = time.monotonic()
         return now_s >= deadline_s or (now_s >= first_look_s and link.is_lost)
 
-    _, end = read_slots(link.arena.reading, slots, buffers(0, count), is_over)
-    if end is not ReadEnd.ALL:
+    good, end = read_slots(link.arena.reading, slots, buffers(0, count), is_over)
+    if end is ReadEnd.STALE or end is ReadEnd.DAMAGED:
         return None
-    return FetchResult(count, (answer.tier,) * count, tuple([slot[2] for slot in slots]), None)
+    reason = None
+    if end is ReadEnd.STOPPED:
+        reason = MissReason.TIMED_OUT if time.monotonic() >= deadline_s else MissReason.UNAVAILABLE
+    return FetchResult(good, (answer.tier,) * good, tuple([slot[2] for slot in slots[:good]]), reason)
 
 
 def fetch_plan(

@@ -22,7 +22,7 @@ from kvstore.calls import (
     server_timeout_us,
 )
 from kvstore.errors import InvalidRequest, ProtocolMismatch, TierFull, TierUnavailable
-from kvstore.in_place import are_current, sum_slots, verify_slots
+from kvstore.in_place import are_current, require_slots, sum_slots, verify_slots
 from kvstore.keys import BlockKey, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
 from kvstore.messages import (
@@ -143,7 +143,9 @@ def _grant(session: Session, about: ChainRef, answer: Leased, *, length_bytes: i
         grant.lease, grant.length_bytes, grant.slots = answer.lease, length_bytes, answer.slots
         grant.tiers = answer.tiers.expand()[:leased]
         grant.deadline_s = now_s + answer.lease_us / 1e6
-        grant.arena, grant.connection = session.reading_arena(), session.connection
+        arena = session.reading_arena()
+        require_slots(arena, [slot.offset for slot in answer.slots], length_bytes)
+        grant.arena, grant.connection = arena, session.connection
     return grant
 
 
@@ -187,6 +189,7 @@ def reserve_plan(session: Session, chain: PrefixChain, *, part: Part | None, len
         lent = yield from ask_for_slots(session, ChainRef(chain, part), 0, loan.tally)
     except (TierFull, TierUnavailable):
         return loan
+    require_slots(arena, [slot.offset for slot in lent.slots], length_bytes)
     loan.slots, loan.arena, loan.connection = lent.slots, arena, session.connection
     return loan
 

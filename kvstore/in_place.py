@@ -6,6 +6,7 @@ Both block for the time of the checksums and release the GIL meanwhile.
 from collections.abc import Callable, Sequence
 
 from kvstore.checksum import checksum
+from kvstore.errors import InvalidRequest, ProtocolMismatch
 from kvstore.messages import LentSlot, ReadySlot, WrittenSlot
 from kvstore.transfer import ReadEnd, SlotReader
 
@@ -26,6 +27,16 @@ def verify_slots(
         if found != slot.checksum:
             return count, ReadEnd.DAMAGED
     return len(slots), ReadEnd.ALL
+
+
+def require_slots(arena: SlotReader, offsets: Sequence[int], length_bytes: int) -> None:
+    """Raise ProtocolMismatch if a slot that the server named does not lie in the arena."""
+    try:
+        for offset in offsets:
+            arena.generation(offset)
+            arena.slot(offset, length_bytes)
+    except InvalidRequest as error:
+        raise ProtocolMismatch(f"answer: {error}") from error
 
 
 def are_current(arena: SlotReader, slots: Sequence[ReadySlot]) -> bool:

@@ -20,7 +20,7 @@ from tests.store_process import MIB, StoreProcess
 
 NUM_FRAMES = int(os.environ.get("KVSTORE_FUZZ_FRAMES", "3000"))
 PATIENT = Timeouts(match_s=60, fetch_s=60, put_s=60, control_s=60)
-_FLOOR_S = 0.1
+_FLOOR_S = 0.25
 """What a busy machine adds at times, whatever is sent."""
 
 
