@@ -193,3 +193,32 @@ async def test_a_lost_folder_takes_nothing_from_memory(tmp_path: Path, is_leased
         await until(lambda: manager.stats()["tiers"]["ssd"]["blocks"] == 48)  # type: ignore[index]
         assert await fetched(manager) == [8] * 12
         manager.release_owner(owner)
+
+
+async def test_without_any_sound_epochs_what_a_late_folder_brings_is_dropped(tmp_path: Path) -> None:
+    async with running(tmp_path, epochs=True) as manager:
+        await put_all(manager)
+    (tmp_path / "b").chmod(0o777)
+    async with running(tmp_path, epochs=True) as manager:
+        for name in ("a", "b"):
+            (tmp_path / name / "epochs").write_text("damaged")
+        (tmp_path / "b").chmod(0o700)
+        await until(lambda: len(disks(manager)) == 2)
+        await until(lambda: not disks(manager)[1].copies.names)
+        assert sorted(await stored(manager)) == [0] * 6 + [8] * 6
+        await until(lambda: (tmp_path / "a" / "epochs").read_text() != "damaged")
+
+
+async def test_blocks_of_a_late_folder_that_contradict_their_namespace_are_dropped(tmp_path: Path) -> None:
+    async with running(tmp_path) as manager:
+        await put_all(manager)
+    (tmp_path / "b").rename(tmp_path / "b.saved")
+    (tmp_path / "b").write_text("")
+    async with running(tmp_path) as manager:
+        manager._state.directory.shelf(SPACE.digest, None).length_bytes = 4096
+        (tmp_path / "b").unlink()
+        (tmp_path / "b.saved").rename(tmp_path / "b")
+        await until(lambda: len(disks(manager)) == 2)
+        await until(lambda: not disks(manager)[1].copies.names)
+        manager._state.directory.shelf(SPACE.digest, None).length_bytes = BLOCK_BYTES
+        assert sorted(await stored(manager)) == [0] * 6 + [8] * 6

@@ -183,3 +183,15 @@ def test_without_direct_io_neighbours_are_moved_one_by_one(tmp_path: Path) -> No
         found = [(memoryview(bytearray(length)), length) for length in lengths]
         slab.read_run(4096, found)
     assert [bytes(buffer) for buffer, _ in found] == [payload(length, length) for length in lengths]
+
+
+async def test_more_than_one_turn_of_neighbours_comes_right(tmp_path: Path) -> None:
+    io = BrokenIO()
+    tier = await opened(tmp_path, io)
+    skip_without_direct_io(tier)
+    length = 300_000
+    assert await put(tier, *range(40), length=length) == [WriteStatus.OK] * 40
+    assert await statuses(tier, *range(40), length=length) == [ReadStatus.OK] * 40
+    # 4 MiB hold 13 blocks of 74 pages, 2 MiB hold 6: turns of 13, 13, 13 and 1, in runs of at most 6.
+    assert (io.num_writes, io.num_reads) == (10, 10)
+    await tier.close()
