@@ -12,7 +12,7 @@ from kvstore.drill.trouble import Harm, Operation, TroubleOrder
 
 _EXIT_USAGE = 2
 _END_S = 30.0
-_STARTS_PER_TRY = 7
+_STARTS_PER_CHECK = 7
 _HARMED = "operations_harmed"
 _SWEEPS = "sweeps_completed"
 
@@ -106,8 +106,9 @@ class ErrorAtEachOperationOfStart(_EachOperation):
     )
 
     def inject(self, stage: Stage) -> None:
-        """Start some times, each with another operation going wrong, and then once without."""
-        for _ in range(_STARTS_PER_TRY):
+        """Start some times, each a try with another operation going wrong, and then once without."""
+        for number in range(_STARTS_PER_CHECK):
+            stage.ledger.report.tries += number > 0
             if stage.store.is_running:
                 (stage.store.kill if stage.rng.random() < 0.5 else stage.store.terminate)()
             if self._start(stage):

@@ -22,6 +22,7 @@ class PowerLoss(Fault):
     is_troubled = True
     effect = "writes_replayed"
     weight = 3.0
+    try_s = 3.0
 
     def inject(self, stage: Stage) -> None:
         """Log all writes under load, kill the store, and start it on what a power loss leaves."""
