@@ -14,8 +14,8 @@ def add_store_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--store",
         metavar="ADDRESS",
-        help="the server's socket, unix:/path or a path, or http(s)://host:port with its key in $KVSTORE_API_KEY"
-        " (default: $KVSTORE_SOCKET, else the default socket)",
+        help="the server's socket, unix:/path or a path, or http(s)://host:port with the key in"
+        " $KVSTORE_API_KEY (default: $KVSTORE_SOCKET, else the default socket)",
     )
     parser.add_argument(
         "--timeout",
