@@ -68,8 +68,9 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
 def _ssd_tier(config: SsdConfig) -> Tier:
     with _packages_of(config.section):
         # Only a store with such a tier needs its package.
-        from kvstore_tiers.ssd import Numbers, SsdTier
+        from kvstore_tiers.ssd import SsdTier
         from kvstore_tiers.ssd_array import SsdArray
+        from kvstore_tiers.ssd_copies import Numbers
 
     numbers = Numbers()
     disks = [

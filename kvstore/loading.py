@@ -93,7 +93,7 @@ class Loader:
         for tier in state.lower:
             if not tier.is_shared or not unknown:
                 continue
-            probe = await self._ask(tier, [shelf.block(key) for key in unknown], deadline_s)
+            probe = await self.ask(tier, [shelf.block(key) for key in unknown], deadline_s)
             found |= {key: (tier, name) for key, name in zip(unknown, probe.tiers, strict=True) if name}
             why_not |= {unknown[index]: reason for index, reason in _unknown(probe).items()}
             trouble = probe.reason or trouble
@@ -105,7 +105,7 @@ class Loader:
             unknown = [key for key in unknown if key not in found]
         return Probed(found, {key: reason for key, reason in why_not.items() if key not in found}, trouble)
 
-    async def _ask(self, tier: Tier, blocks: Sequence[BlockId], deadline_s: float) -> Probe:
+    async def ask(self, tier: Tier, blocks: Sequence[BlockId], deadline_s: float) -> Probe:
         """Probe one tier, but wait no longer than until the deadline, whatever the tier does."""
         nothing: list[str | None] = [None] * len(blocks)
         # A little sooner than we stop waiting: what some of its servers said by then is not lost.

@@ -229,7 +229,9 @@ class RemoteTier:
         unknown = {index: reason for index, reason in ending.reasons.items() if found[index] is None}
         first = next((index for index, is_here in enumerate(found) if not is_here), None)
         reason = None if first is None or found[first] is False else ending.reason(first)
-        return Probe([self._name if is_here else None for is_here in found], reason, unknown)
+        tiers = [self._name if is_here else None for is_here in found]
+        num_known = next((at for at, is_here in enumerate(found) if is_here is None), None)
+        return Probe(tiers, reason, unknown, num_known)
 
     async def read(self, requests: Sequence[ReadRequest], *, deadline_s: float) -> list[ReadOutcome]:
         """Read copies into the buffers, and verify them."""
