@@ -1,11 +1,13 @@
 """Assembly: builds the manager of a store, with the tiers its configuration names."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvstore.config import Config, RemoteConfig, SsdConfig
 from kvstore.epoch_file import EpochFile
+from kvstore.errors import InvalidConfig
 from kvstore.manager import BlockManager
 from kvstore.policy import policy_named
 from kvstore.state import ManagerSettings, WriteMode
@@ -27,7 +29,7 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
     Blocks on the password file if the configuration names one.
 
     Raises:
-        InvalidConfig: the remote tier's password cannot be had.
+        InvalidConfig: the remote tier's password cannot be had, or a tier's package is not installed.
     """
     dram = DramTier(
         capacity_bytes=config.dram.capacity_bytes,
@@ -64,9 +66,11 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
 
 
 def _ssd_tier(config: SsdConfig) -> Tier:
-    # Only a store with such a tier needs its package.
-    from kvstore_tiers.ssd import Numbers, SsdTier
-    from kvstore_tiers.ssd_array import SsdArray
+    with _packages_of(config.section):
+        # Only a store with such a tier needs its package.
+        from kvstore_tiers.ssd import SsdTier
+        from kvstore_tiers.ssd_array import SsdArray
+        from kvstore_tiers.ssd_copies import Numbers
 
     numbers = Numbers()
     disks = [
@@ -83,9 +87,10 @@ def _ssd_tier(config: SsdConfig) -> Tier:
 
 
 def _remote_tier(config: RemoteConfig, clock: Callable[[], float]) -> Tier:
-    # Only a store with such a tier needs its package.
-    from kvstore_tiers.remote import RemoteTier
-    from kvstore_tiers.remote_tls import TlsFolder
+    with _packages_of(config.section):
+        # Only a store with such a tier needs its package.
+        from kvstore_tiers.remote import RemoteTier
+        from kvstore_tiers.remote_tls import TlsFolder
 
     return RemoteTier(
         config.url,
@@ -101,3 +106,14 @@ def _remote_tier(config: RemoteConfig, clock: Callable[[], float]) -> Tier:
         tls=TlsFolder(config.tls_folder),
         clock=clock,
     )
+
+
+@contextmanager
+def _packages_of(section: str) -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        raise InvalidConfig(
+            f"[{section}] needs the package {package}: pip install 'tiered-kvstore[server]'"
+        ) from error

@@ -22,6 +22,12 @@ CONFIG_VARIABLE = "KVSTORE_CONFIG"
 SOCKET_VARIABLE = "KVSTORE_SOCKET"
 """Environment variable: the server's Unix socket where a client command gets no address."""
 
+API_KEY_VARIABLE = "KVSTORE_API_KEY"
+"""Environment variable: the API key of client commands, for a store that is reached over HTTP."""
+
+TLS_FOLDER_VARIABLE = "KVSTORE_TLS_FOLDER"
+"""Environment variable: folder of the certificates that client commands use over HTTPS."""
+
 _FILE_MAX_BYTES = 1 << 20
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -425,6 +431,12 @@ def load_config(path: str | os.PathLike[str] | None, environ: Mapping[str, str] 
 def default_address(environ: Mapping[str, str] = os.environ) -> str:
     """Return the address a client uses where none is given: KVSTORE_SOCKET, else the default socket."""
     return f"unix:{environ.get(SOCKET_VARIABLE) or ServerConfig().socket}"
+
+
+def client_credentials(environ: Mapping[str, str] = os.environ) -> tuple[str | None, Path | None]:
+    """Return the API key and the folder of certificates that client commands use over HTTP, if given."""
+    folder = environ.get(TLS_FOLDER_VARIABLE)
+    return environ.get(API_KEY_VARIABLE) or None, Path(folder) if folder else None
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:

@@ -12,31 +12,42 @@ from kvstore.answers import (
     Done,
     Failed,
     FailureCode,
+    Leased,
     Lent,
     LentSlot,
     Matched,
+    Presence,
     Ready,
     ReadySlot,
+    Renewed,
     Report,
+    Seen,
     Welcome,
 )
 from kvstore.errors import ProtocolMismatch
-from kvstore.message_fields import ChainRef, TierNames, timeout_us
+from kvstore.message_fields import ChainRef, KeySet, TierNames, timeout_us
 from kvstore.requests import (
     AdvanceEpoch,
     Check,
     Commit,
     Demote,
     Drop,
+    Exists,
     Fetch,
     Flush,
     Hello,
+    HelloReader,
+    LeaseChain,
     ListNamespaces,
     Match,
+    MatchAndLease,
     OpenNamespace,
+    Peek,
     Ping,
     Prefetch,
     Release,
+    Renew,
+    ReportDamage,
     Reserve,
     ReturnSlots,
     Stats,
@@ -65,8 +76,17 @@ Request: TypeAlias = (
     | Demote
     | AdvanceEpoch
     | ListNamespaces
+    | Exists
+    | LeaseChain
+    | MatchAndLease
+    | Renew
+    | ReportDamage
+    | HelloReader
+    | Peek
 )
-Answer: TypeAlias = Welcome | Done | Count | Matched | Ready | Lent | Report | Failed
+Answer: TypeAlias = (
+    Welcome | Done | Count | Matched | Ready | Lent | Report | Presence | Leased | Renewed | Seen | Failed
+)
 
 _REQUESTS: dict[int, type[Request]] = {
     kind.KIND: kind
@@ -89,10 +109,18 @@ _REQUESTS: dict[int, type[Request]] = {
         Demote,
         AdvanceEpoch,
         ListNamespaces,
+        Exists,
+        LeaseChain,
+        MatchAndLease,
+        Renew,
+        ReportDamage,
+        HelloReader,
+        Peek,
     )
 }
 _ANSWERS: dict[int, type[Answer]] = {
-    kind.KIND: kind for kind in (Welcome, Done, Count, Matched, Ready, Lent, Report, Failed)
+    kind.KIND: kind
+    for kind in (Welcome, Done, Count, Matched, Ready, Lent, Report, Presence, Leased, Renewed, Seen, Failed)
 }
 
 
@@ -137,26 +165,38 @@ __all__ = [
     "Demote",
     "Done",
     "Drop",
+    "Exists",
     "Failed",
     "FailureCode",
     "Fetch",
     "Flush",
     "Hello",
+    "HelloReader",
+    "KeySet",
+    "LeaseChain",
+    "Leased",
     "Lent",
     "LentSlot",
     "ListNamespaces",
     "Match",
+    "MatchAndLease",
     "Matched",
     "OpenNamespace",
+    "Peek",
     "Ping",
     "Prefetch",
+    "Presence",
     "Ready",
     "ReadySlot",
     "Release",
+    "Renew",
+    "Renewed",
     "Report",
+    "ReportDamage",
     "Request",
     "Reserve",
     "ReturnSlots",
+    "Seen",
     "Stats",
     "TierNames",
     "UnusedSlot",

@@ -80,6 +80,13 @@ async def delete_block(call: Call) -> web.StreamResponse:
     return json_answer({"dropped": dropped})
 
 
+async def drop_blocks(call: Call) -> web.StreamResponse:
+    """Forget every copy of the caller's own blocks that nothing keeps."""
+    namespace = call.own_namespace()
+    work = call.service.manager.drop(call.chain(namespace), part=call.part(namespace))
+    return json_answer({"dropped": await call.service.late_work.within(work, call.patience_s, "a drop")})
+
+
 def payload_answer(headers: dict[str, str], length_bytes: int) -> web.StreamResponse:
     """Return the head of an answer that consists of payload bytes."""
     return web.StreamResponse(

@@ -93,6 +93,17 @@ class Caller:
         self._leases[name] = _HeldLease(lease, timer)
         return name
 
+    def renew(self, name: str, *, for_s: float) -> bool:
+        """Have a lease last ``for_s`` seconds from now; False if it has none of that name."""
+        held = self._leases.get(name)
+        if held is None or self._owner is None:
+            return False
+        if not self._manager.renew(held.lease, owner=self._owner):
+            return False
+        held.timer.cancel()
+        held.timer = asyncio.get_running_loop().call_later(for_s, self.end_lease, name)
+        return True
+
     def end_lease(self, name: str) -> bool:
         """End a lease; False if it has none of that name."""
         held = self._leases.pop(name, None)

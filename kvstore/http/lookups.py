@@ -8,10 +8,10 @@ from kvstore.http.refusal import ErrorCode, Refused
 from kvstore.http.schemas import MAX_WHY_BLOCKS
 from kvstore.http.service import Call, json_answer
 from kvstore.http.values import Values
-from kvstore.keys import Namespace, PrefixChain
-from kvstore.layout import KVLayout
+from kvstore.keys import BlockKey, Namespace, PrefixChain
+from kvstore.layout import KVLayout, Part
 from kvstore.miss import MissReason
-from kvstore.results import BlockReport
+from kvstore.results import BlockReport, LeaseId, PrefixMatch
 
 _LAYOUT_NAMES = tuple(field.name for field in fields(KVLayout))
 _TEXT_NAMES = ("weights", "tokenizer", "adapter", "rope")
@@ -48,29 +48,51 @@ async def open_namespace(call: Call) -> web.StreamResponse:
 
 async def match(call: Call) -> web.StreamResponse:
     """Count the leading blocks that are stored, and lease them if that is wanted."""
-    if call.values.flag("lease"):
-        return await lease(call)
     chain, part = call.chain_and_part()
+    if call.values.flag("lease"):
+        return await _match_and_lease(call, chain, part)
     found = await call.service.manager.match(chain, part=part, timeout_s=call.timeout_s)
     return json_answer({"blocks": found.blocks, "tiers": found.tiers, "reason": _word(found.reason)})
 
 
 async def lease(call: Call) -> web.StreamResponse:
     """Load the leading blocks that are stored into memory, and lease them there."""
-    service, (chain, part) = call.service, call.chain_and_part()
+    chain, part = call.chain_and_part()
     owner = call.caller.owner()
-    wanted_s = call.values.number("lease_s")
-    for_s = service.lease_s if wanted_s is None else min(wanted_s, service.lease_s)
-    fetched = await service.manager.fetch(chain, owner=owner, part=part, timeout_s=call.timeout_s)
+    fetched = await call.service.manager.fetch(chain, owner=owner, part=part, timeout_s=call.timeout_s)
+    origins = tuple([block.origin for block in fetched.blocks])
+    found = PrefixMatch(len(origins), origins, fetched.reason)
+    return json_answer(_leased_answer(call, found, fetched.lease, len(origins)))
+
+
+async def _match_and_lease(call: Call, chain: PrefixChain, part: Part) -> web.StreamResponse:
+    owner = call.caller.owner()
+    leased = await call.service.manager.match_and_lease(
+        chain, owner=owner, part=part, timeout_s=call.timeout_s
+    )
+    return json_answer(_leased_answer(call, leased.match, leased.lease, len(leased.blocks)))
+
+
+def _leased_answer(call: Call, found: PrefixMatch, lease: LeaseId | None, leased: int) -> dict[str, object]:
     answer: dict[str, object] = {
-        "blocks": len(fetched.blocks),
-        "tiers": [block.origin for block in fetched.blocks],
-        "reason": _word(fetched.reason),
+        "blocks": found.blocks,
+        "tiers": found.tiers,
+        "reason": _word(found.reason),
         "lease": None,
     }
-    if fetched.lease is not None:
-        answer |= {"lease": call.caller.keep(fetched.lease, for_s=for_s), "lease_s": for_s}
-    return json_answer(answer)
+    if lease is not None:
+        wanted_s, lease_s = call.values.number("lease_s"), call.service.lease_s
+        for_s = lease_s if wanted_s is None else min(wanted_s, lease_s)
+        answer |= {"lease": call.caller.keep(lease, for_s=for_s), "leased": leased, "lease_s": for_s}
+    return answer
+
+
+async def renew(call: Call) -> web.StreamResponse:
+    """Have a lease of the caller's last its full time from now."""
+    lease_s = call.service.lease_s
+    if not call.caller.renew(call.values.need_text("lease"), for_s=lease_s):
+        raise Refused(ErrorCode.UNKNOWN_LEASE, "lease: it has ended, or is not the caller's")
+    return json_answer({"lease_s": lease_s})
 
 
 async def release(call: Call) -> web.StreamResponse:
@@ -82,9 +104,12 @@ async def release(call: Call) -> web.StreamResponse:
 
 async def exists(call: Call) -> web.StreamResponse:
     """Say of each key on its own whether it is stored."""
-    chain, part = call.chain_and_part()
-    reports = await call.service.manager.why(chain, part=part, timeout_s=call.timeout_s)
-    return json_answer({"present": [report.reason is None for report in reports]})
+    namespace = call.namespace()
+    keys = [BlockKey(bytes.fromhex(key)) for key in call.values.texts("keys") or []]
+    present = await call.service.manager.exists(
+        namespace.digest, keys, part=call.part(namespace), timeout_s=call.timeout_s
+    )
+    return json_answer({"present": present})
 
 
 async def prefetch(call: Call) -> web.StreamResponse:

@@ -167,7 +167,7 @@ def _may_answer(route: Route, code: ErrorCode) -> bool:
         ErrorCode.METHOD_NOT_ALLOWED: False,
         ErrorCode.CHECKSUM_MISMATCH: route.takes_payload,
         ErrorCode.UNKNOWN_NAMESPACE: names_blocks,
-        ErrorCode.UNKNOWN_LEASE: route.name == "release",
+        ErrorCode.UNKNOWN_LEASE: route.name in ("release", "renew"),
         ErrorCode.MISS: route.name in _MISSING,
         ErrorCode.REQUEST_TIMEOUT: has_body,
         ErrorCode.TOO_LARGE: has_body,

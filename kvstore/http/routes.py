@@ -94,6 +94,7 @@ ROUTES: tuple[Route, ...] = (
         statuses=(200, 201),
     ),
     Route("DELETE", _BLOCK, blocks.delete_block, _WRITE, _BLOCK_PARAMETERS, result=schemas.DROP_ANSWER),
+    Route("POST", "/v1/drop", blocks.drop_blocks, _WRITE, body=schemas.LOOKUP, result=schemas.DROP_ANSWER),
     Route("POST", "/v1/match", lookups.match, _READ, body=schemas.MATCH, result=schemas.MATCH_ANSWER),
     Route("POST", "/v1/exists", lookups.exists, _READ, body=schemas.EXISTS, result=schemas.EXISTS_ANSWER),
     Route("POST", "/v1/fetch", batches.fetch, _READ, body=schemas.LOOKUP),
@@ -103,6 +104,14 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route("POST", "/v1/why", lookups.why, _READ, body=schemas.WHY, result=schemas.WHY_ANSWER),
     Route("POST", "/v1/leases", lookups.lease, _READ, body=schemas.LEASE, result=schemas.MATCH_ANSWER),
+    Route(
+        "PUT",
+        "/v1/leases/{lease}",
+        lookups.renew,
+        _READ,
+        {"lease": schemas.LEASE_NAME},
+        result=schemas.RENEW_ANSWER,
+    ),
     Route(
         "DELETE",
         "/v1/leases/{lease}",

@@ -105,14 +105,21 @@ _LEASE_S: Schema = {
 MATCH = _lookup(
     {
         **_LOOKUP,
-        "lease": {"type": "boolean", "description": "Lease the blocks, loaded into memory."},
+        "lease": {"type": "boolean", "description": "Lease those of them that are in memory."},
         "lease_s": _LEASE_S,
     }
 )
 LEASE = _lookup({**_LOOKUP, "lease_s": _LEASE_S})
 LOOKUP = _lookup(_LOOKUP)
 EXISTS = _object(
-    {"namespace": NAMESPACE, "keys": _KEYS, "part": _PART, "timeout_s": TIMEOUT}, "namespace", "keys"
+    {
+        "namespace": NAMESPACE,
+        "keys": _list(KEY, most=MAX_KEYS, text="Keys of blocks, in any order."),
+        "part": _PART,
+        "timeout_s": TIMEOUT,
+    },
+    "namespace",
+    "keys",
 )
 WHY = _lookup(
     {
@@ -209,6 +216,7 @@ MATCH_ANSWER = _object(
             "type": ["string", "null"],
             "description": "Name that the lease is ended by; null: there is none.",
         },
+        "leased": _count("Leading blocks that are leased."),
         "lease_s": {"type": "number", "description": "Seconds until it ends by itself."},
     },
     "blocks",
@@ -235,6 +243,7 @@ PUT_ANSWER = _object(
 )
 DROP_ANSWER = _object({"dropped": _count("Blocks that lost a copy.")}, "dropped")
 DEMOTE_ANSWER = _object({"demoted": _count("Blocks that left memory.")}, "demoted")
+RENEW_ANSWER = _object({"lease_s": {"type": "number"}}, "lease_s")
 RELEASE_ANSWER = _object({"released": {"type": "boolean"}}, "released")
 FLUSH_ANSWER = _object(
     {"flushed": {"type": "boolean", "description": "Whether all was written in time."}}, "flushed"

@@ -225,7 +225,7 @@ def probe_share(
         for (index, _), reply in zip(window, replies, strict=True):
             if isinstance(reply, ErrorReply):
                 if not tally.redirected(index, reply):
-                    tally.fault = f"the server answers {reply.code}"
+                    tally.fault = reply.fault
             else:
                 found[index] = reply == 1
         if tally.fault or any(found[index] is False for index, _ in window):
@@ -248,7 +248,7 @@ def drop_share(
         tally.was_answered = True
         for (index, _), reply in zip(window, replies, strict=True):
             if isinstance(reply, ErrorReply) and not tally.redirected(index, reply):
-                tally.fault = f"the server answers {reply.code}"
+                tally.fault = reply.fault
 
 
 def _each(
@@ -320,7 +320,7 @@ def _read_refusal(index: int, reply: ErrorReply, tally: Tally) -> ReadOutcome | 
         return None
     if reply.code == "WRONGTYPE":
         return ReadOutcome(ReadStatus.MISMATCH)
-    tally.fault = f"the server answers {reply.code}"
+    tally.fault = reply.fault
     return ReadOutcome(ReadStatus.UNAVAILABLE)
 
 
@@ -334,7 +334,7 @@ def _write_refusal(index: int, reply: ErrorReply, tally: Tally) -> WriteStatus |
     if reply.code in _REFUSES_WRITES_CODES:
         tally.refuses_writes = True
     else:
-        tally.fault = f"the server answers {reply.code}"
+        tally.fault = reply.fault
     return WriteStatus.UNAVAILABLE
 
 

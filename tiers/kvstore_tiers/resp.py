@@ -17,7 +17,6 @@ import socket
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Union
 
 from kvstore.layout import MAX_BLOCK_BYTES
 from kvstore.tier import HEADER_BYTES
@@ -26,15 +25,9 @@ from kvstore_tiers.resp_address import AddressLookup, RespAddress, SocketAddress
 Piece = bytes | bytearray | memoryview
 """Bytes to send."""
 
-Reply = Union[int, str, "ErrorReply", None, "list[Reply]"]
-"""A reply of the control path; bulk strings and statuses are both text."""
-
 _LINE_BUFFER_BYTES = 1024
 _SKIP_BYTES = 64 << 10
 _SKIP_MAX_BYTES = 2 * MAX_BLOCK_BYTES + HEADER_BYTES
-_REPLY_MAX_ITEMS = 1 << 20
-_REPLY_MAX_TEXT_BYTES = 1 << 16
-_REPLY_MAX_DEPTH = 8
 
 
 class RespFault(Exception):
@@ -63,6 +56,11 @@ class ErrorReply:
     def code(self) -> str:
         """First word: ``OOM``, ``LOADING``."""
         return self.text.split(" ", 1)[0]
+
+    @property
+    def fault(self) -> str:
+        """What is wrong with the server, a clause for people."""
+        return login_refusal(self.code) if self.code == "NOAUTH" else f"the server answers {self.code}"
 
 
 class BulkStatus(enum.Enum):
@@ -126,25 +124,13 @@ class RespConnection:
         Raises:
             RespFault: no server, no answer in time, or it refused the login.
         """
-        began_s = clock()
-        until_s = min(deadline_s, began_s + timeout_s)
-        stream: socket.socket | None = None
+        until_s = min(deadline_s, clock() + timeout_s)
+        stream = open_stream(address, lookup, deadline_s=until_s, clock=clock, tls=tls)
+        connection = cls(stream, timeout_s=timeout_s, clock=clock)
         try:
-            stream = _connected(lookup.find(until_s - began_s), until_s, clock)
-            if tls is not None:
-                stream.settimeout(max(0.001, until_s - clock()))
-                stream = tls.wrap_socket(stream, server_hostname=address.host)
-            connection = cls(stream, timeout_s=timeout_s, clock=clock)
             connection._enter(address, deadline_s)
-        except TimeoutError as error:
-            _close(stream)
-            raise RespFault("connecting took too long", silent_s=clock() - began_s) from error
-        except (OSError, ValueError) as error:
-            # ValueError: a host that no resolver could take.
-            _close(stream)
-            raise RespFault(f"cannot connect: {_reason(error)}") from error
         except RespFault:
-            _close(stream)
+            connection.close()
             raise
         return connection
 
@@ -221,14 +207,6 @@ class RespConnection:
         is_complete = length == sum(len(target) for target in targets)
         return BulkReply(BulkStatus.COMPLETE if is_complete else BulkStatus.WRONG_LENGTH, length)
 
-    def read_reply(self, *, deadline_s: float) -> "Reply":
-        """Read a reply of any kind, with bounded length and depth: for the control path.
-
-        Raises:
-            RespFault: what does not parse or is too large, a broken connection, or no time left.
-        """
-        return self._reply(_Budget(), _REPLY_MAX_DEPTH, deadline_s)
-
     def read_fence(self, token: bytes, *, deadline_s: float) -> None:
         """Read the reply to ``PING token``, which proves that the replies before it were ours.
 
@@ -261,7 +239,7 @@ class RespConnection:
 
     def _enter(self, address: RespAddress, deadline_s: float) -> None:
         words = []
-        if address.password:
+        if address.user or address.password:
             user = [address.user.encode()] if address.user else []
             words.append(command(b"AUTH", *user, address.password.encode()))
         if address.db:
@@ -270,27 +248,7 @@ class RespConnection:
             self.send([word], deadline_s=deadline_s)
             reply = self.read_simple(deadline_s=deadline_s)
             if isinstance(reply, ErrorReply):
-                raise RespFault(f"the server refused the login: {reply.code}")
-
-    def _reply(self, budget: "_Budget", depth: int, deadline_s: float) -> "Reply":
-        kind, text = self._line(deadline_s)
-        if kind == b"+":
-            return text
-        if kind == b"-":
-            return ErrorReply(text)
-        if kind == b"_" or (kind in b"$*" and text == "-1"):
-            return None
-        number = _number(text)
-        if kind == b":":
-            return number
-        if kind == b"$" and 0 <= number <= _REPLY_MAX_TEXT_BYTES:
-            word = bytearray(number + 2)
-            self._read_exactly(memoryview(word), deadline_s)
-            return bytes(word[:-2]).decode("utf-8", "replace")
-        if kind == b"*" and depth and 0 <= number <= _REPLY_MAX_ITEMS - budget.items:
-            budget.items += number
-            return [self._reply(budget, depth - 1, deadline_s) for _ in range(number)]
-        raise RespFault(f"unexpected reply of type {kind!r} and length {number}")
+                raise RespFault(login_refusal(reply.code))
 
     def _line(self, deadline_s: float) -> tuple[bytes, str]:
         """Read a line; returns its first byte and the text after it."""
@@ -354,11 +312,41 @@ class RespConnection:
         return RespFault(f"the connection broke: {error.strerror or error}")
 
 
-@dataclass(slots=True)
-class _Budget:
-    """How many items a reply has announced so far."""
+def login_refusal(code: str) -> str:
+    """Say that a server let us not in, or wants a login first, and what helps."""
+    if code == "NOAUTH":
+        return "the server answers NOAUTH: it wants a login: set password in [tiers.remote], and its username"
+    return f"the server refused the login: {code}: check username and password in [tiers.remote]"
 
-    items: int = 0
+
+def open_stream(
+    address: RespAddress,
+    lookup: AddressLookup,
+    *,
+    deadline_s: float,
+    clock: Callable[[], float],
+    tls: ssl.SSLContext | None = None,
+) -> socket.socket:
+    """Connect until a deadline at most, name look-up and TLS handshake included.
+
+    Raises:
+        RespFault: no server, or not in time.
+    """
+    began_s = clock()
+    stream: socket.socket | None = None
+    try:
+        stream = _connected(lookup.find(deadline_s - began_s), deadline_s, clock)
+        if tls is not None:
+            stream.settimeout(max(0.001, deadline_s - clock()))
+            stream = tls.wrap_socket(stream, server_hostname=address.host)
+    except TimeoutError as error:
+        _close(stream)
+        raise RespFault("connecting took too long", silent_s=clock() - began_s) from error
+    except (OSError, ValueError) as error:
+        # ValueError: a host that no resolver could take.
+        _close(stream)
+        raise RespFault(f"cannot connect: {_reason(error)}") from error
+    return stream
 
 
 def _connected(places: Sequence[SocketAddress], until_s: float, clock: Callable[[], float]) -> socket.socket:

@@ -1,23 +1,19 @@
 """IndexRecord: where one copy lies in the slab, as stored in the index; Change: what a commit does to it.
 
-Stored form, 236 bytes:
+Stored form, 228 bytes:
 
     header (192) | slab offset u64 | slot bytes u32 | generation u64 | recency u64 | xxh3-64 of all before
 """
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import xxhash
-
 from kvstore.checksum import checksum
-from kvstore.errors import CorruptBlock, InvalidLayout
 from kvstore.keys import BlockKey, NamespaceDigest
 from kvstore.layout import Part
-from kvstore.tier import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader, BlockId
-from kvstore_tiers.slots import padded
+from kvstore.tier import HEADER_BYTES, BlockHeader, BlockId
 
 RECORD_PREFIX = b"b"
 """First byte of the LMDB key of a record; the storage key follows."""
@@ -27,12 +23,23 @@ BUDGET_KEY = b"w"
 
 _RECORD = struct.Struct(f"<{HEADER_BYTES}sQIQQ")
 _RECORD_SUM = struct.Struct("<Q")
-_RECORD_BYTES = _RECORD.size + _RECORD_SUM.size
+SUMMED_BYTES = _RECORD.size
+"""Bytes of a record that its checksum, the last eight, covers."""
+
+RECORD_BYTES = _RECORD.size + _RECORD_SUM.size
+"""Size of a stored record."""
+
+NAME_IN_RECORD = slice(12, 52)
+"""Where the storage key is in it."""
+
+RECORD_KEY_BYTES = 41
+"""Size of its LMDB key."""
+
 _PLACE = struct.Struct("<QIQQ")
 _BUDGET = struct.Struct("<Q")
-_FIRST_FIELDS = struct.Struct("<4sHHI32s8s32s32s32sIQ")
+_HEADER_FIELDS = struct.Struct("<8xI32s8s32s32s32sIQ")
 _ANY_BLOCK = BlockId(NamespaceDigest(b"n" * 32), Part(0, 1, 0, 1), BlockKey(b"k" * 32))
-_SOUND_START = BlockHeader(_ANY_BLOCK, BlockKey(b"p" * 32), 0, b"", 0, 0).pack()[:8]
+SOUND_START = BlockHeader(_ANY_BLOCK, BlockKey(b"p" * 32), 0, b"", 0, 0).pack()[:8]
 """Magic, version and size as every header has them."""
 
 
@@ -54,18 +61,6 @@ class IndexRecord(NamedTuple):
         """Return the stored form."""
         body = _RECORD.pack(self.header.pack(), self.offset, self.slot_bytes, self.generation, self.recency)
         return body + _RECORD_SUM.pack(checksum(body))
-
-    @classmethod
-    def unpack(cls, key: bytes, value: bytes) -> "IndexRecord":
-        """Return the record stored under ``key``.
-
-        Raises:
-            CorruptBlock: damaged, impossible, or a record of another block.
-        """
-        records, damaged = unpack_records([(key, value)])
-        if damaged:
-            raise CorruptBlock(f"index: a record of {len(value)} bytes is damaged, or of another block")
-        return records[0]
 
 
 class BudgetNote(NamedTuple):
@@ -142,50 +137,38 @@ class Change:
 
 def generation_of(value: bytes) -> int:
     """Return the generation of a stored record, -1 if it cannot be one."""
-    if len(value) != _RECORD_BYTES:
+    if len(value) != RECORD_BYTES:
         return -1
     generation: int = _PLACE.unpack_from(value, HEADER_BYTES)[2]
     return generation
 
 
-def _part_in(data: bytes, known: dict[bytes, Part]) -> Part | None:
-    try:
-        part = known[data] = Part.unpack(data)
-    except InvalidLayout:
-        return None
-    return part
+def unpack_sound(value: bytes) -> IndexRecord:
+    """Return the record in a stored form that was found sound (see ``RecordTable``)."""
+    (header,) = headers_in([value])
+    return IndexRecord(header, *_PLACE.unpack_from(value, HEADER_BYTES))
 
 
-def unpack_records(items: Iterable[tuple[bytes, bytes]]) -> tuple[list[IndexRecord], list[bytes]]:
-    """Return the sound records among stored (key, value) pairs, and the keys of damaged ones.
-
-    The record's checksum covers the header with its own, which need not be taken again. A hundred thousand
-    records a second of start matter: one loop, equal fields shared, no call that can be spared.
-    """
-    records: list[IndexRecord] = []
-    damaged: list[bytes] = []
-    shared: dict[bytes, bytes] = {}
+def headers_in(values: Iterable[bytes]) -> Iterator[BlockHeader]:
+    """Yield the headers in stored records that were found sound, equal fields shared."""
     parts: dict[bytes, Part] = {}
-    add, new, digest = records.append, tuple.__new__, xxhash.xxh3_64_digest
-    fields_of, place_of, body_bytes = _FIRST_FIELDS.unpack_from, _PLACE.unpack_from, _RECORD.size
-    for key, value in items:
-        # digest() is big-endian, the stored sum little-endian.
-        is_whole = len(value) == _RECORD_BYTES and value[body_bytes:] == digest(value[:body_bytes])[::-1]
-        if not is_whole or value[:8] != _SOUND_START or value[12:52] != key[1:]:
-            damaged.append(key)
-            continue
-        _, _, _, length, name, part_bytes, namespace, parent, layout, depth, payload_sum = fields_of(value)
-        offset, slot_bytes, generation, recency = place_of(value, HEADER_BYTES)
-        if slot_bytes != padded(length) or offset % ALIGNMENT_BYTES or not slot_bytes:
-            damaged.append(key)
-            continue
-        part = parts.get(part_bytes) or _part_in(part_bytes, parts)
+    shared: dict[bytes, bytes] = {}
+    share, new, fields_of = shared.setdefault, tuple.__new__, _HEADER_FIELDS.unpack_from
+    for value in values:
+        length, key, packed_part, namespace, parent, layout, depth, payload_sum = fields_of(value)
+        part = parts.get(packed_part)
         if part is None:
-            damaged.append(key)
-            continue
-        namespace = shared.setdefault(namespace, namespace)
-        layout = shared.setdefault(layout, layout)
-        block = new(BlockId, (namespace, part, name))
-        header = new(BlockHeader, (block, parent, depth, layout, length, payload_sum))
-        add(new(IndexRecord, (header, offset, slot_bytes, generation, recency)))
-    return records, damaged
+            part = parts[packed_part] = Part.unpack(packed_part)
+        block = new(BlockId, (share(namespace, namespace), part, key))
+        yield new(BlockHeader, (block, parent, depth, share(layout, layout), length, payload_sum))
+
+
+def name_in(value: bytes) -> bytes:
+    """Return the storage key in a stored record."""
+    return value[NAME_IN_RECORD]
+
+
+def recency_in(value: bytes) -> int:
+    """Return the recency in a stored record."""
+    recency: int = _PLACE.unpack_from(value, HEADER_BYTES)[3]
+    return recency
