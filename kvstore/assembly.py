@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvstore.config import Config, RemoteConfig, SsdConfig
 from kvstore.epoch_file import EpochFile
+from kvstore.erasing import Encryption
 from kvstore.manager import BlockManager
 from kvstore.policy import policy_named
 from kvstore.state import ManagerSettings, WriteMode
@@ -24,21 +25,28 @@ class Store:
 def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> Store:
     """Build a store that is not open yet: ``await store.manager.open()`` opens its tiers.
 
-    Blocks on the password file if the configuration names one.
+    Blocks on the files of secrets that the configuration names.
 
     Raises:
-        InvalidConfig: the remote tier's password cannot be had.
+        InvalidConfig: the remote tier's password or the master keys cannot be had.
     """
     dram = DramTier(
         capacity_bytes=config.dram.capacity_bytes,
         staging_bytes=config.dram.staging_bytes,
         is_locked=config.dram.lock_memory,
     )
-    lower: list[Tier] = []
-    if config.ssd is not None:
-        lower.append(_ssd_tier(config.ssd))
-    if config.remote is not None:
-        lower.append(_remote_tier(config.remote, clock))
+    is_sealed = config.encryption is not None
+    ssd = None if config.ssd is None else _ssd_tier(config.ssd, is_sealed=is_sealed)
+    remote = None if config.remote is None else _remote_tier(config.remote, clock)
+    lower = [tier for tier in (ssd, remote) if tier is not None]
+    folders = () if config.ssd is None else config.ssd.path
+    encryption: Encryption | None = None
+    if config.encryption is not None:
+        # Only a store with encryption needs its package.
+        from kvstore.sealing_assembly import seal
+
+        masters = config.encryption.read_keys()
+        lower, encryption = seal(masters, dram, lower, folders=folders, clock=clock)
     settings = ManagerSettings(
         timeout_s=config.store.timeout_s,
         lease_s=config.store.lease_s,
@@ -51,19 +59,19 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
         pin_budget_ratio=config.store.pin_budget_ratio,
     )
     new_policy = policy_named(config.store.policy)
-    folders = () if config.ssd is None else config.ssd.path
     manager = BlockManager(
         dram,
         lower,
         settings=settings,
         new_policy=new_policy,
         epoch_file=EpochFile([folder / "epochs" for folder in folders]) if folders else None,
+        encryption=encryption,
         clock=clock,
     )
     return Store(manager, dram)
 
 
-def _ssd_tier(config: SsdConfig) -> Tier:
+def _ssd_tier(config: SsdConfig, *, is_sealed: bool) -> Tier:
     # Only a store with such a tier needs its package.
     from kvstore_tiers.ssd import Numbers, SsdTier
     from kvstore_tiers.ssd_array import SsdArray
@@ -75,6 +83,7 @@ def _ssd_tier(config: SsdConfig) -> Tier:
             capacity_bytes=config.capacity_bytes,
             io_threads=config.io_threads,
             write_budget_bytes_per_day=config.write_budget_bytes_per_day,
+            is_sealed=is_sealed,
             numbers=numbers,
         )
         for folder in config.path

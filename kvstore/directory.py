@@ -51,13 +51,14 @@ class Copy:
     """One copy in one tier.
 
     ``slot`` and ``checksum`` belong to copies in the top tier. ``is_counted`` says that the parent counts
-    this copy among its children.
+    this copy among its children. ``why_dropping`` is the reason of one that leaves when nobody keeps it.
     """
 
     state: CopyState
     slot: Slot | None = None
     checksum: int | None = None
     is_counted: bool = False
+    why_dropping: MissReason = MissReason.CORRUPT
 
 
 @dataclass(slots=True, eq=False)
@@ -350,6 +351,15 @@ class Directory:
     def forget_gone(self, name: StorageKey) -> None:
         """Drop the record of a block that is stored again."""
         self._gone.pop(name, None)
+
+    def entries_of(self, is_meant: Callable[[Namespace], bool]) -> list[BlockEntry]:
+        """Return the entries in all open namespaces that a predicate accepts."""
+        return [
+            entry
+            for (digest, _), shelf in self._shelves.items()
+            if (known := self._namespaces.get(digest)) is not None and is_meant(known)
+            for entry in shelf.entries.values()
+        ]
 
     def entries(self) -> Iterator[BlockEntry]:
         """Yield every entry."""

@@ -146,8 +146,7 @@ class MemoryTier:
         if held is None:
             return ReadOutcome(ReadStatus.ABSENT)
         header, data = held
-        asked = (request.block, request.layout, request.length_bytes)
-        if asked != (header.block, header.layout, header.length_bytes):
+        if not request.wants(header):
             return ReadOutcome(ReadStatus.MISMATCH)
         if len(data) != header.length_bytes or checksum(data) != header.checksum:
             del self.stored[request.block.storage_key]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Union
 
 from kvstore.layout import MAX_BLOCK_BYTES
-from kvstore.tier import HEADER_BYTES
+from kvstore.tier import SEALED_HEADER_BYTES
 from kvstore_tiers.resp_address import AddressLookup, RespAddress, SocketAddress
 
 Piece = bytes | bytearray | memoryview
@@ -31,7 +31,7 @@ Reply = Union[int, str, "ErrorReply", None, "list[Reply]"]
 
 _LINE_BUFFER_BYTES = 1024
 _SKIP_BYTES = 64 << 10
-_SKIP_MAX_BYTES = 2 * MAX_BLOCK_BYTES + HEADER_BYTES
+_SKIP_MAX_BYTES = 2 * MAX_BLOCK_BYTES + SEALED_HEADER_BYTES
 _REPLY_MAX_ITEMS = 1 << 20
 _REPLY_MAX_TEXT_BYTES = 1 << 16
 _REPLY_MAX_DEPTH = 8

@@ -93,7 +93,11 @@ class _Copy:
 
 
 class SsdTier:
-    """A Tier on a folder of a local disk. The folder belongs to one tier of one process at a time."""
+    """A Tier on a folder of a local disk. The folder belongs to one tier of one process at a time.
+
+    ``is_sealed`` says that all copies written to it are encrypted; what was written in the clear before is
+    removed at ``open``.
+    """
 
     def __init__(
         self,
@@ -102,6 +106,7 @@ class SsdTier:
         capacity_bytes: int,
         io_threads: int = 4,
         write_budget_bytes_per_day: int = 0,
+        is_sealed: bool = False,
         check_timeout_s: float = 60.0,
         close_timeout_s: float = 3.0,
         renew_interval_s: float = 10.0,
@@ -114,6 +119,7 @@ class SsdTier:
         self._name = name
         self._clock = clock
         self._io = io
+        self._is_sealed = is_sealed
         self._check_timeout_s = check_timeout_s
         self._close_timeout_s = close_timeout_s
         self._budget = WriteBudget(write_budget_bytes_per_day, clock=clock)
@@ -333,6 +339,7 @@ class SsdTier:
             capacity_bytes=self._slots.capacity_bytes,
             name=self._name,
             check_timeout_s=self._check_timeout_s,
+            is_sealed=self._is_sealed,
             io=self._io,
         )
         left_bytes = store.budget_left_bytes()
@@ -386,7 +393,7 @@ class SsdTier:
             copy = self._copies.get(request.block.storage_key)
             if copy is None:
                 continue
-            if not _agree(request, copy.record.header):
+            if not request.wants(copy.record.header):
                 outcomes[index] = ReadOutcome(ReadStatus.MISMATCH)
                 continue
             assert request.buffer.nbytes >= request.length_bytes, f"{self._name}: the buffer is too short"
@@ -585,12 +592,3 @@ class SsdTier:
         for key in keys:
             del self._unrenewed[key]
         return [Change.renew(self._copies[key].record) for key in keys]
-
-
-def _agree(request: ReadRequest, header: BlockHeader) -> bool:
-    """Whether a stored header is exactly what is asked for."""
-    return (
-        header.block == request.block
-        and header.layout == request.layout
-        and header.length_bytes == request.length_bytes
-    )

@@ -1,8 +1,8 @@
 """IndexRecord: where one copy lies in the slab, as stored in the index; Change: what a commit does to it.
 
-Stored form, 236 bytes:
+Stored form, 228 bytes, 260 of an encrypted copy:
 
-    header (192) | slab offset u64 | slot bytes u32 | generation u64 | recency u64 | xxh3-64 of all before
+    header (192 or 224) | slab offset u64 | slot bytes u32 | generation u64 | recency u64 | xxh3-64 of those
 """
 
 import struct
@@ -16,7 +16,14 @@ from kvstore.checksum import checksum
 from kvstore.errors import CorruptBlock, InvalidLayout
 from kvstore.keys import BlockKey, NamespaceDigest
 from kvstore.layout import Part
-from kvstore.tier import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader, BlockId
+from kvstore.tier import (
+    ALIGNMENT_BYTES,
+    HEADER_BYTES,
+    SEAL_BYTES,
+    SEALED_HEADER_BYTES,
+    BlockHeader,
+    BlockId,
+)
 from kvstore_tiers.slots import padded
 
 RECORD_PREFIX = b"b"
@@ -25,15 +32,25 @@ RECORD_PREFIX = b"b"
 BUDGET_KEY = b"w"
 """LMDB key of what is left of the write budget."""
 
-_RECORD = struct.Struct(f"<{HEADER_BYTES}sQIQQ")
-_RECORD_SUM = struct.Struct("<Q")
-_RECORD_BYTES = _RECORD.size + _RECORD_SUM.size
 _PLACE = struct.Struct("<QIQQ")
+_RECORD_SUM = struct.Struct("<Q")
 _BUDGET = struct.Struct("<Q")
 _FIRST_FIELDS = struct.Struct("<4sHHI32s8s32s32s32sIQ")
 _ANY_BLOCK = BlockId(NamespaceDigest(b"n" * 32), Part(0, 1, 0, 1), BlockKey(b"k" * 32))
-_SOUND_START = BlockHeader(_ANY_BLOCK, BlockKey(b"p" * 32), 0, b"", 0, 0).pack()[:8]
-"""Magic, version and size as every header has them."""
+_SEAL_OFFSET = SEALED_HEADER_BYTES - SEAL_BYTES - _RECORD_SUM.size
+
+
+def _shape_of(seal: bytes) -> tuple[bytes, int, int]:
+    """Return how headers with such a seal begin, their size, and that of their record but for its sum."""
+    start = BlockHeader(_ANY_BLOCK, BlockKey(b"p" * 32), 0, b"", 0, 0, seal).pack()[:8]
+    header_bytes = SEALED_HEADER_BYTES if seal else HEADER_BYTES
+    return start, header_bytes, header_bytes + _PLACE.size
+
+
+_SHAPES = {shape[2] + _RECORD_SUM.size: shape for shape in map(_shape_of, (b"", bytes(SEAL_BYTES)))}
+"""For each size of a record: magic, version and size of its header; bytes of its header; bytes summed."""
+
+_NO_SHAPE = (b"no start", 0, 0)
 
 
 class IndexRecord(NamedTuple):
@@ -52,7 +69,8 @@ class IndexRecord(NamedTuple):
 
     def pack(self) -> bytes:
         """Return the stored form."""
-        body = _RECORD.pack(self.header.pack(), self.offset, self.slot_bytes, self.generation, self.recency)
+        place = _PLACE.pack(self.offset, self.slot_bytes, self.generation, self.recency)
+        body = self.header.pack() + place
         return body + _RECORD_SUM.pack(checksum(body))
 
     @classmethod
@@ -142,9 +160,10 @@ class Change:
 
 def generation_of(value: bytes) -> int:
     """Return the generation of a stored record, -1 if it cannot be one."""
-    if len(value) != _RECORD_BYTES:
+    shape = _SHAPES.get(len(value))
+    if shape is None:
         return -1
-    generation: int = _PLACE.unpack_from(value, HEADER_BYTES)[2]
+    generation: int = _PLACE.unpack_from(value, shape[1])[2]
     return generation
 
 
@@ -167,15 +186,16 @@ def unpack_records(items: Iterable[tuple[bytes, bytes]]) -> tuple[list[IndexReco
     shared: dict[bytes, bytes] = {}
     parts: dict[bytes, Part] = {}
     add, new, digest = records.append, tuple.__new__, xxhash.xxh3_64_digest
-    fields_of, place_of, body_bytes = _FIRST_FIELDS.unpack_from, _PLACE.unpack_from, _RECORD.size
+    fields_of, place_of, shape_of = _FIRST_FIELDS.unpack_from, _PLACE.unpack_from, _SHAPES.get
     for key, value in items:
+        start, header_bytes, body_bytes = shape_of(len(value), _NO_SHAPE)
         # digest() is big-endian, the stored sum little-endian.
-        is_whole = len(value) == _RECORD_BYTES and value[body_bytes:] == digest(value[:body_bytes])[::-1]
-        if not is_whole or value[:8] != _SOUND_START or value[12:52] != key[1:]:
+        is_whole = value[:8] == start and value[body_bytes:] == digest(value[:body_bytes])[::-1]
+        if not is_whole or value[12:52] != key[1:]:
             damaged.append(key)
             continue
         _, _, _, length, name, part_bytes, namespace, parent, layout, depth, payload_sum = fields_of(value)
-        offset, slot_bytes, generation, recency = place_of(value, HEADER_BYTES)
+        offset, slot_bytes, generation, recency = place_of(value, header_bytes)
         if slot_bytes != padded(length) or offset % ALIGNMENT_BYTES or not slot_bytes:
             damaged.append(key)
             continue
@@ -186,6 +206,7 @@ def unpack_records(items: Iterable[tuple[bytes, bytes]]) -> tuple[list[IndexReco
         namespace = shared.setdefault(namespace, namespace)
         layout = shared.setdefault(layout, layout)
         block = new(BlockId, (namespace, part, name))
-        header = new(BlockHeader, (block, parent, depth, layout, length, payload_sum))
+        seal = value[_SEAL_OFFSET : _SEAL_OFFSET + SEAL_BYTES] if header_bytes == SEALED_HEADER_BYTES else b""
+        header = new(BlockHeader, (block, parent, depth, layout, length, payload_sum, seal))
         add(new(IndexRecord, (header, offset, slot_bytes, generation, recency)))
     return records, damaged
