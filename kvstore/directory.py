@@ -227,7 +227,8 @@ class Directory:
     def adopt(self, headers: Sequence[BlockHeader], tier: str) -> tuple[list[StorageKey], list[BlockId]]:
         """File copies that a tier holds from an earlier run; returns their names, in the order given.
 
-        Those that contradict what is known are not filed: their blocks are returned beside.
+        Those that contradict what is known, or are still encrypted, are not filed: their blocks are returned
+        beside.
         """
         names: list[StorageKey] = []
         strangers: list[BlockId] = []
@@ -238,7 +239,7 @@ class Directory:
             if (namespace, part, layout, length) != about:
                 about = (namespace, part, layout, length)
                 shelf = self._shelf_of(header)
-            if shelf is None:
+            if shelf is None or header.seal:
                 strangers.append(header.block)
                 continue
             names.append(self._file(shelf, key, header, tier))

@@ -443,7 +443,11 @@ class BlockManager:
                 # One "chain" whose first block is the most recently used: policies insert from the back.
                 state.policies[tier.name].insert(names[::-1])
         if strangers:
-            logger.warning("%s: %d blocks contradict their namespace: dropped", tier.name, len(strangers))
+            logger.warning(
+                "%s: %d blocks contradict their namespace or are encrypted: dropped",
+                tier.name,
+                len(strangers),
+            )
             await tier.drop(strangers)
 
     async def _match_by_probe(

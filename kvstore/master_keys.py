@@ -9,7 +9,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvstore.errors import CorruptBlock, InvalidConfig
-from kvstore_tiers.sealing import KEY_BYTES, NONCE_BYTES, Random, derived_key
+from kvstore_tiers.sealing import KEY_BYTES, NONCE_BYTES, Derivation, Random
 
 MAX_MASTER_KEYS = 16
 """Most keys in a file: the present one, and those that are being replaced."""
@@ -25,17 +25,17 @@ _HEX = re.compile(f"[0-9a-fA-F]{{{2 * KEY_BYTES}}}")
 
 
 class MasterKey:
-    """One master key."""
+    """One master key. One event loop's thread."""
 
     def __init__(self, secret: bytes) -> None:
         assert len(secret) == KEY_BYTES, "a master key has 256 bits"
-        self._secret = secret
+        self._derivation = Derivation(secret)
         self.id = hashlib.sha256(_ID_TAG + secret).digest()[:MASTER_ID_BYTES]
 
     def wrap(self, secret: bytes, context: bytes, *, random: Random = os.urandom) -> bytes:
         """Encrypt 32 bytes; ``context`` is authenticated with them."""
         nonce = random(NONCE_BYTES)
-        return nonce + AESGCM(derived_key(self._secret, nonce)).encrypt(nonce[12:], secret, context)
+        return nonce + AESGCM(self._derivation.key_for(nonce)).encrypt(nonce[12:], secret, context)
 
     def unwrap(self, wrapped: bytes, context: bytes) -> bytes:
         """Return the 32 bytes that were wrapped in that context.
@@ -45,7 +45,7 @@ class MasterKey:
         """
         nonce, sealed = wrapped[:NONCE_BYTES], wrapped[NONCE_BYTES:]
         try:
-            return AESGCM(derived_key(self._secret, nonce)).decrypt(nonce[12:], sealed, context)
+            return AESGCM(self._derivation.key_for(nonce)).decrypt(nonce[12:], sealed, context)
         except InvalidTag as error:
             raise CorruptBlock("key record: it was not made by the master key that it names") from error
 

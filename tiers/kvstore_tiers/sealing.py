@@ -18,6 +18,7 @@ whole payload, and no piece holds the interpreter longer than some tens of micro
 import hashlib
 import os
 import struct
+import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import ECB, GCM
 
 from kvstore.tenant import TenantId
-from kvstore.tier import HEADER_BYTES, BlockHeader
+from kvstore.tier import BlockHeader
 
 KEY_BYTES = 32
 """Size of a data key."""
@@ -46,8 +47,7 @@ _SEAL = struct.Struct(f"<{KEY_ID_BYTES}s{NONCE_BYTES}s16s8s")
 _SUM = struct.Struct("<Q")
 _ID_TAG = b"kvstore.data.key.v1\0"
 _CONTEXT_TAG = b"kvstore.sealed.block.v1\0"
-_DERIVE = struct.Struct(">HBx12s")
-_DERIVE_LABEL = ord("X")
+_CONTEXT = struct.Struct("<I32s8s32s32s32sI")
 
 Random = Callable[[int], bytes]
 """Returns that many unpredictable bytes."""
@@ -62,8 +62,9 @@ class DataKey:
 
     def __init__(self, secret: bytes, tenant: TenantId) -> None:
         assert len(secret) == KEY_BYTES, "a data key has 256 bits"
-        self._secret = bytearray(secret)
-        self._is_forgotten = False
+        self._secret: bytes | None = secret
+        self._derivation: Derivation | None = Derivation(secret)
+        self._lock = threading.Lock()
         self.tenant = tenant
         self.id = key_id(secret)
 
@@ -75,24 +76,33 @@ class DataKey:
     @property
     def is_forgotten(self) -> bool:
         """Whether it was erased."""
-        return self._is_forgotten
+        return self._derivation is None
 
-    def secret(self) -> bytes:
-        """Return the key itself, to wrap it or to derive from it.
+    def derived(self, nonce: bytes) -> bytes:
+        """Return the key for the copy with that nonce.
 
         Raises:
             KeyForgotten: it was erased.
         """
-        secret = bytes(self._secret)
-        # In this order: a copy taken while it was being overwritten is never used.
-        if self._is_forgotten:
+        with self._lock:
+            if self._derivation is None:
+                raise KeyForgotten
+            return self._derivation.key_for(nonce)
+
+    def secret(self) -> bytes:
+        """Return the key itself.
+
+        Raises:
+            KeyForgotten: it was erased.
+        """
+        if self._secret is None:
             raise KeyForgotten
-        return secret
+        return self._secret
 
     def forget(self) -> None:
-        """Erase it from memory, as far as Python lets one do that."""
-        self._is_forgotten = True
-        self._secret[:] = bytes(KEY_BYTES)
+        """Erase it, as far as Python lets one do that: nothing refers to it from here any more."""
+        with self._lock:
+            self._secret = self._derivation = None
 
 
 def key_id(secret: bytes) -> bytes:
@@ -129,7 +139,7 @@ def seal_payload(
         KeyForgotten: the key was erased.
     """
     nonce = random(NONCE_BYTES)
-    encryptor = Cipher(AES(derived_key(key.secret(), nonce)), GCM(nonce[12:])).encryptor()
+    encryptor = Cipher(AES(key.derived(nonce)), GCM(nonce[12:])).encryptor()
     encryptor.authenticate_additional_data(_context(header, key.id))
     plain_sum, stored_sum = xxhash.xxh3_64(), xxhash.xxh3_64()
     for start in range(0, header.length_bytes, PIECE_BYTES):
@@ -155,7 +165,7 @@ def open_payload(key: DataKey, header: BlockHeader, buffer: memoryview) -> Block
     """
     payload = buffer[: header.length_bytes]
     seal = Seal.unpack(header.seal)
-    decryptor = Cipher(AES(derived_key(key.secret(), seal.nonce)), GCM(seal.nonce[12:], seal.tag)).decryptor()
+    decryptor = Cipher(AES(key.derived(seal.nonce)), GCM(seal.nonce[12:], seal.tag)).decryptor()
     decryptor.authenticate_additional_data(_context(header, key.id))
     plain_sum = xxhash.xxh3_64()
     for start in range(0, len(payload), PIECE_BYTES):
@@ -178,17 +188,22 @@ def zero(buffer: memoryview) -> None:
         piece[:] = bytes(len(piece))
 
 
-def derived_key(secret: bytes, nonce: bytes) -> bytes:
-    """Return the AES-256-GCM key that XAES-256-GCM uses under this key for this nonce."""
-    block = Cipher(AES(secret), ECB()).encryptor()  # noqa: S305 (a block cipher on its own, as CMAC uses it)
-    first = int.from_bytes(block.update(bytes(16)), "big")
-    # Multiplication by x in GF(2^128), as NIST SP 800-38B makes its subkey K1.
-    subkey = (first << 1) & ((1 << 128) - 1) ^ (0b10000111 if first >> 127 else 0)
-    derived = b""
-    for counter in (1, 2):
-        message = int.from_bytes(_DERIVE.pack(counter, _DERIVE_LABEL, nonce[:12]), "big")
-        derived += block.update((message ^ subkey).to_bytes(16, "big"))
-    return derived
+class Derivation:
+    """How XAES-256-GCM derives keys from one key. One thread at a time."""
+
+    def __init__(self, secret: bytes) -> None:
+        cipher = Cipher(AES(secret), ECB())  # noqa: S305 (a block cipher on its own, as CMAC uses it)
+        self._block = cipher.encryptor()
+        first = int.from_bytes(self._block.update(bytes(16)), "big")
+        # Multiplication by x in GF(2^128), as NIST SP 800-38B makes its subkey K1; here for two blocks.
+        subkey = (first << 1) & ((1 << 128) - 1) ^ (0b10000111 if first >> 127 else 0)
+        self._subkeys = subkey << 128 | subkey
+
+    def key_for(self, nonce: bytes) -> bytes:
+        """Return the AES-256-GCM key for a nonce of 24 bytes, of which the last 12 go with it."""
+        half = nonce[:12]
+        messages = int.from_bytes(b"\0\1X\0" + half + b"\0\2X\0" + half, "big")
+        return self._block.update((messages ^ self._subkeys).to_bytes(32, "big"))
 
 
 def _is_authentic(finalize: Callable[[], bytes]) -> bool:
@@ -201,6 +216,6 @@ def _is_authentic(finalize: Callable[[], bytes]) -> bool:
 
 def _context(header: BlockHeader, key: bytes) -> bytes:
     """Return what is authenticated beside the payload: all that says which copy this is."""
-    fields = header._replace(checksum=0, seal=b"").pack()
-    assert len(fields) == HEADER_BYTES
-    return _CONTEXT_TAG + key + fields
+    block = header.block
+    fields = (block.key, block.part.pack(), block.namespace, header.parent, header.layout, header.depth)
+    return _CONTEXT_TAG + key + _CONTEXT.pack(header.length_bytes, *fields)
