@@ -8,7 +8,7 @@ from kvstore.errors import KVStoreError
 from kvstore.keys import BlockKey, Namespace, PrefixChain
 from kvstore.layout import KVLayout, Part
 from kvstore.miss import MissReason
-from kvstore.results import PrefixMatch, PutResult
+from kvstore.results import EraseReport, PrefixMatch, PutResult
 
 __version__ = "0.1.0"
 
@@ -16,6 +16,7 @@ __all__ = [
     "AsyncKVStore",
     "BlockKey",
     "ClientStats",
+    "EraseReport",
     "FetchResult",
     "KVLayout",
     "KVStore",

@@ -23,8 +23,9 @@ from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
 from kvstore.messages import Answer, Failed, FailureCode, OpenNamespace, Request
 from kvstore.outlasting import outlast
-from kvstore.results import BlockReport, PrefixMatch, PutResult
+from kvstore.results import BlockReport, EraseReport, PrefixMatch, PutResult
 from kvstore.server_address import parse_address
+from kvstore.tenant import tenant_of
 from kvstore.transfer import Buffer, SlotReader, require_writable, split_buffers
 
 T = TypeVar("T")
@@ -321,6 +322,31 @@ class AsyncKVStore:
             ServerUnavailable: no server answers in time.
         """
         return await self._control(lambda _: calls.advance_epoch_plan(model), timeout_s)
+
+    async def erase_tenant(self, salt: bytes, *, timeout_s: float | None = None) -> EraseReport:
+        """Destroy the key of the tenant with that salt, on all nodes, and forget its blocks.
+
+        Nothing that was stored for it can be read again. What its ``problems`` name still has the key; that
+        is tried again until it is gone. The salt itself is not sent.
+
+        Raises:
+            InvalidRequest: the store does not encrypt blocks.
+            TierUnavailable: the store does not have the right master key.
+            ServerUnavailable: no server answers in time.
+        """
+        return await self._control(lambda _: calls.erase_plan(tenant_of(salt), None), timeout_s)
+
+    async def erase_tenant_of(
+        self, namespace: NamespaceDigest, *, timeout_s: float | None = None
+    ) -> EraseReport:
+        """As ``erase_tenant``, for the tenant of a namespace that is open in the store.
+
+        Raises:
+            InvalidRequest: the namespace is not open, or the store does not encrypt blocks.
+            TierUnavailable: the store does not have the right master key.
+            ServerUnavailable: no server answers in time.
+        """
+        return await self._control(lambda _: calls.erase_plan(None, namespace), timeout_s)
 
     async def namespaces(self, *, timeout_s: float | None = None) -> list[Namespace]:
         """Return the namespaces that clients of the server opened, without their salts.

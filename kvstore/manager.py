@@ -342,9 +342,7 @@ class BlockManager:
         return await self._epochs.advance(model)
 
     async def erase(self, tenant: TenantId) -> EraseReport:
-        """Destroy a tenant's key on every node, and take its blocks out of memory.
-
-        Nothing that was stored for the tenant can be read again; what is put from now on is under a new key.
+        """Destroy a tenant's key on every node, and forget its blocks: none of them can be read again.
 
         Raises:
             InvalidRequest: blocks are not encrypted here.
@@ -363,6 +361,10 @@ class BlockManager:
     def epoch(self, model: str) -> int:
         """Return the model's epoch: namespaces of an earlier one are not served."""
         return self._state.directory.epoch(model)
+
+    def namespace(self, digest: NamespaceDigest) -> Namespace | None:
+        """Return an open namespace, None if there is none of that digest."""
+        return self._state.directory.namespace(digest)
 
     def namespaces(self) -> list[Namespace]:
         """Return the namespaces that clients opened."""

@@ -28,6 +28,7 @@ from kvstore.requests import (
     Commit,
     Demote,
     Drop,
+    Erase,
     Fetch,
     Flush,
     Hello,
@@ -65,6 +66,7 @@ Request: TypeAlias = (
     | Demote
     | AdvanceEpoch
     | ListNamespaces
+    | Erase
 )
 Answer: TypeAlias = Welcome | Done | Count | Matched | Ready | Lent | Report | Failed
 
@@ -89,6 +91,7 @@ _REQUESTS: dict[int, type[Request]] = {
         Demote,
         AdvanceEpoch,
         ListNamespaces,
+        Erase,
     )
 }
 _ANSWERS: dict[int, type[Answer]] = {
@@ -137,6 +140,7 @@ __all__ = [
     "Demote",
     "Done",
     "Drop",
+    "Erase",
     "Failed",
     "FailureCode",
     "Fetch",

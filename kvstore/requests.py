@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Self
 
 from kvstore.errors import InvalidLayout, InvalidRequest, ProtocolMismatch
-from kvstore.keys import Namespace
+from kvstore.keys import KEY_BYTES, Namespace, NamespaceDigest
 from kvstore.layout import MAX_BLOCK_BYTES, KVLayout
 from kvstore.message_fields import (
     MAX_TIMEOUT_US,
@@ -21,6 +21,7 @@ from kvstore.message_fields import (
     integer,
     text,
 )
+from kvstore.tenant import TenantId
 from kvstore.wire import MAX_KEYS
 
 
@@ -318,3 +319,28 @@ class ListNamespaces(EmptyMessage):
     """Ask for the namespaces that clients opened; salts are not told."""
 
     KIND: ClassVar[int] = 18
+
+
+@dataclass(frozen=True, slots=True)
+class Erase:
+    """Destroy the key of a tenant, named by its id or by an open namespace of it, and forget its blocks."""
+
+    KIND: ClassVar[int] = 26
+    tenant: TenantId | None
+    namespace: NamespaceDigest | None
+
+    def to_wire(self) -> Values:
+        """Return the two, of which one is nil."""
+        return (self.tenant, self.namespace)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked request."""
+        count_fields(values, 2, "erase")
+        tenant, namespace = values
+        if (tenant is None) == (namespace is None):
+            raise ProtocolMismatch("message: erase names either a tenant or a namespace")
+        if tenant is not None:
+            return cls(TenantId(byte_string(tenant, "tenant", low=KEY_BYTES, high=KEY_BYTES)), None)
+        digest = byte_string(namespace, "namespace", low=KEY_BYTES, high=KEY_BYTES)
+        return cls(None, NamespaceDigest(digest))

@@ -15,7 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
-from kvstore.errors import InvalidRequest, KVStoreError, ProtocolMismatch, ServerUnavailable, TimedOut
+from kvstore.errors import (
+    InvalidRequest,
+    KVStoreError,
+    NamespaceNotOpen,
+    ProtocolMismatch,
+    ServerUnavailable,
+    TimedOut,
+)
+from kvstore.keys import NamespaceDigest
 from kvstore.late_work import LateWork
 from kvstore.log_limit import LimitedWarning
 from kvstore.manager import BlockManager
@@ -29,6 +37,7 @@ from kvstore.messages import (
     Demote,
     Done,
     Drop,
+    Erase,
     Failed,
     FailureCode,
     Fetch,
@@ -55,7 +64,8 @@ from kvstore.messages import (
     decode_request,
     encode_message,
 )
-from kvstore.results import LeaseId, Owner
+from kvstore.results import EraseReport, LeaseId, Owner
+from kvstore.tenant import TenantId, tenant_of
 from kvstore.tier import Slot
 from kvstore.wire import Frame, FrameDecoder
 
@@ -300,6 +310,8 @@ class Connection(asyncio.Protocol):
                 return Report(json.dumps([report.as_dict() for report in reports]).encode())
             case AdvanceEpoch(model):
                 return Count(await self._manager.advance_epoch(model))
+            case Erase(tenant, namespace):
+                return Report(json.dumps((await self._erase(tenant, namespace)).as_dict()).encode())
             case ListNamespaces():
                 return Report(json.dumps(self._namespaces_without_salts()).encode())
             case Flush(timeout_us):
@@ -403,6 +415,17 @@ class Connection(asyncio.Protocol):
             del fields["tenant_salt"]
             listed.append(fields)
         return listed
+
+    async def _erase(self, tenant: TenantId | None, namespace: NamespaceDigest | None) -> EraseReport:
+        if namespace is not None:
+            known = self._manager.namespace(namespace)
+            if known is None:
+                raise NamespaceNotOpen(
+                    f"namespace {namespace.hex()[:12]} is not open: name its tenant instead"
+                )
+            tenant = tenant_of(known.tenant_salt)
+        assert tenant is not None, "the message names one of the two"
+        return await self._manager.erase(tenant)
 
     def _report(self) -> Report:
         stats = {**self._manager.stats(), "server": self._counters.as_dict()}

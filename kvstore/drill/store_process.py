@@ -32,7 +32,10 @@ def guarded(command: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
-    """The configuration of one store. ``ssd_bytes`` 0: no ssd tier; ``redis_url`` empty: no remote tier."""
+    """The configuration of one store. ``ssd_bytes`` 0: no ssd tier; ``redis_url`` empty: no remote tier.
+
+    ``master_keys`` is the file of the keys that blocks below memory are encrypted with; None: they are not.
+    """
 
     dram_bytes: int = 16 * MIB
     staging_bytes: int = MIB
@@ -41,6 +44,7 @@ class StoreSettings:
     ssd_folder: Path | None = None
     redis_url: str = ""
     key_prefix: str = "kvstore"
+    master_keys: Path | None = None
 
     def toml(self, socket_path: Path) -> str:
         """Return the configuration file."""
@@ -55,6 +59,8 @@ class StoreSettings:
                 f'[tiers.remote]\nurl = "{self.redis_url}"\nkey_prefix = "{self.key_prefix}"\n'
                 "breaker_backoff_s = 0.05\nbreaker_backoff_max_s = 0.2\n"
             )
+        if self.master_keys is not None:
+            text += f'[encryption]\nkeys = "file:{self.master_keys}"\n'
         return text
 
 

@@ -22,6 +22,7 @@ from kvstore.messages import (
     Demote,
     Done,
     Drop,
+    Erase,
     Failed,
     FailureCode,
     Fetch,
@@ -53,6 +54,7 @@ from kvstore.messages import (
     encode_message,
 )
 from kvstore.miss import MissReason
+from kvstore.tenant import TenantId
 from kvstore.wire import MAX_BODY_BYTES, MAX_KEYS, Frame, FrameDecoder, decode_body, encode_frame
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_frames.json").read_text())
@@ -93,6 +95,8 @@ REQUESTS: dict[str, Request] = {
     "demote": Demote(_TAIL, 50_000),
     "advance_epoch": AdvanceEpoch("org/model"),
     "list_namespaces": ListNamespaces(),
+    "erase_tenant": Erase(TenantId(bytes(range(32))), None),
+    "erase_namespace": Erase(None, _DIGEST),
 }
 ANSWERS: dict[str, Answer] = {
     "welcome": Welcome(bytes(16), 1 << 30, 32),

@@ -232,7 +232,7 @@ class SealedTier:
     # Reading
 
     async def _read(self, requests: Sequence[ReadRequest], deadline_s: float) -> list[ReadOutcome]:
-        """Read a batch and then decrypt it: doing both at once is slower on few cores (measured, see docs)."""
+        """Read a batch and then decrypt it; doing both at once was slower: the interpreter has one lock."""
         sealed = [replace(request, is_sealed=True) for request in requests]
         outcomes = await self._inner.read(sealed, deadline_s=deadline_s)
         calls: list[Callable[[], ReadOutcome]] = []
