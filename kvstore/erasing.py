@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from kvstore.directory import BlockEntry, CopyState
@@ -58,7 +58,8 @@ class Eraser:
 
     The key goes first, so nothing comes up from below any more. Then the tenant's blocks leave: those in
     memory are overwritten before their slots are free, also when a lease keeps them until later; and so is
-    all that is free now, where blocks that left earlier have been.
+    all that is free now, where blocks that left earlier have been. Until all that was on its way between
+    tiers has arrived and left, the tenant gets no new key, or such a block would be stored under it.
     """
 
     def __init__(self, state: State, space: Space, encryption: Encryption) -> None:
@@ -68,6 +69,7 @@ class Eraser:
         self._memory = encryption.memory
         self._sealed = encryption.sealed
         state.overwrite = encryption.memory.overwrite
+        self._clearing: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
         """Read the keys. To be called when the tiers are open, before they are scanned."""
@@ -75,7 +77,10 @@ class Eraser:
         await self._vault.open()
 
     async def close(self) -> None:
-        """Let what is under way end."""
+        """Let what is under way end; what waits for a transfer that does not end is given up."""
+        for task in self._clearing:
+            task.cancel()
+        await asyncio.gather(*self._clearing, return_exceptions=True)
         await self._vault.close()
 
     async def poll_forever(self) -> None:
@@ -97,24 +102,45 @@ class Eraser:
         problems, report = await asyncio.gather(
             self._vault.spread_erasure(tenant), self.clear(tenant, key_ids)
         )
+        problems += report.problems
         logger.info("a tenant was erased: %d keys, %s", len(key_ids), "; ".join(problems) or "everywhere")
-        return EraseReport(len(key_ids), report.blocks, report.leased_blocks, tuple(problems))
+        return replace(report, keys=len(key_ids), problems=tuple(problems))
 
     async def clear(self, tenant: TenantId, key_ids: Collection[bytes]) -> EraseReport:
-        """Forget a tenant's blocks, and those under its keys whose namespace is not open."""
-        state = self._state
-        state.doomed.update(state.leases.unnamed_slots())
-        entries = await self._entries(tenant, key_ids)
+        """Forget a tenant's blocks, and those under its keys whose namespace is not open.
+
+        What is on its way between tiers for longer than two seconds is forgotten later.
+        """
+        self._state.doomed.update(self._state.leases.unnamed_slots())
         dropped: Counter[str] = Counter()
-        deadline_s = state.clock() + _PATIENCE_S
-        while entries and state.clock() < deadline_s:
-            await self._clear_top(entries, dropped)
-            await self._clear_below(entries, dropped)
-            entries = [entry for entry in entries if _is_left(entry)]
-            if entries:
-                await asyncio.sleep(_PAUSE_S)
-        await self._memory.overwrite_free()
-        return EraseReport(0, dict(dropped), self._num_leased(tenant))
+        task = asyncio.create_task(self._clear(tenant, key_ids, dropped), name="eraser-clear")
+        self._clearing.add(task)
+        task.add_done_callback(self._end)
+        await asyncio.wait([task], timeout=_PATIENCE_S)
+        late = (
+            ()
+            if task.done()
+            else ("blocks are still on their way between tiers: forgotten when they arrive",)
+        )
+        return EraseReport(0, dict(dropped), self._num_leased(tenant), late)
+
+    async def _clear(self, tenant: TenantId, key_ids: Collection[bytes], dropped: Counter[str]) -> None:
+        try:
+            entries = await self._entries(tenant, key_ids)
+            while entries:
+                await self._clear_top(entries, dropped)
+                await self._clear_below(entries, dropped)
+                entries = [entry for entry in entries if _is_left(entry)]
+                if entries:
+                    await asyncio.sleep(_PAUSE_S)
+            await self._memory.overwrite_free()
+        finally:
+            self._vault.reopen(tenant)
+
+    def _end(self, task: "asyncio.Task[None]") -> None:
+        self._clearing.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("forgetting the blocks of an erased tenant failed", exc_info=task.exception())
 
     def stats(self) -> dict[str, object]:
         """Return the state of the keys, ready for JSON."""
@@ -164,7 +190,6 @@ class Eraser:
 
 
 def _is_left(entry: BlockEntry) -> bool:
-    """Whether an entry still has a copy that is used, or on its way."""
-    return entry.loading is not None or any(
-        copy.state is not CopyState.DROPPING for copy in entry.copies.values()
-    )
+    """Whether an entry still has a copy that is used, or is on its way between tiers."""
+    is_moving = entry.holds > 0 or entry.loading is not None
+    return is_moving or any(copy.state is not CopyState.DROPPING for copy in entry.copies.values())

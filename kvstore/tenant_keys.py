@@ -31,7 +31,9 @@ class TenantState:
     says that an erasure of this node is among the others. The first of ``held`` is for new copies, the rest
     open older ones; ``is_published`` says that the first is in the remote tier, ``is_foreign`` that a key
     there was made with a master key that is not here. ``asked_s`` and ``looked_s`` are when the tenant was
-    last asked for because somebody wanted a key, and when its key's record was last read.
+    last asked for because somebody wanted a key, and when its key's record was last read. ``closings`` counts
+    erasures whose blocks are still being forgotten: until then nothing is sealed, since it could be one of
+    those.
     """
 
     erased: int = 0
@@ -41,6 +43,7 @@ class TenantState:
     is_published: bool = False
     is_rewrapped: bool = False
     is_foreign: bool = False
+    closings: int = 0
     asked_s: float = -math.inf
     looked_s: float = -math.inf
 
@@ -98,7 +101,7 @@ class TenantKeys:
     def present(self, tenant: TenantId) -> DataKey | None:
         """Return the key for a tenant's new copies."""
         at = self._tenants.get(tenant)
-        return at.held[0].key if at is not None and at.held else None
+        return at.held[0].key if at is not None and at.held and not at.closings else None
 
     def find(self, wanted: bytes) -> DataKey | None:
         """Return the key of that id."""

@@ -48,7 +48,10 @@ _OPEN_S = 2.0
 _MAX_OVERWRITTEN = 64
 
 OnErased = Callable[[TenantId, Sequence[bytes]], Awaitable[object]]
-"""Told of an erasure that another node began: whose keys, and the ids of those that were here."""
+"""Told of an erasure that another node began: whose keys, and the ids of those that were here.
+
+``reopen`` must follow, as after ``forget``.
+"""
 
 
 class Vault:
@@ -160,7 +163,10 @@ class Vault:
     # Erasing
 
     def forget(self, tenant: TenantId) -> list[bytes]:
-        """Forget a tenant's keys in memory, at once; returns their ids. ``spread_erasure`` must follow.
+        """Forget a tenant's keys in memory, at once; returns their ids.
+
+        ``spread_erasure`` must follow; and ``reopen``, when nothing of what was stored before can be written
+        any more.
 
         Raises:
             TierUnavailable: the master key is not the right one, so that no key can be looked at.
@@ -169,7 +175,12 @@ class Vault:
             raise TierUnavailable(f"keys: {self._down}")
         at = self._keys.state(tenant)
         at.is_untold = self._exchange is not None
+        at.closings += 1
         return self._keys.lose(tenant, at.erased + 1)
+
+    def reopen(self, tenant: TenantId) -> None:
+        """Let a tenant have a key again after an erasure."""
+        self._keys.state(tenant).closings -= 1
 
     async def spread_erasure(self, tenant: TenantId) -> list[str]:
         """Overwrite forgotten keys in the files and in the remote tier.
@@ -251,7 +262,7 @@ class Vault:
         at = self._keys.state(tenant)
         at.looked_s = float("-inf")
         await self._consult([tenant])
-        if at.is_foreign or self._down:
+        if at.is_foreign or at.closings or self._down:
             return
         if not at.held and self._keys.num_known >= MAX_TENANTS:
             self._too_many.warn("keys: %d tenants have a key or had one: no more are made", MAX_TENANTS)
@@ -340,6 +351,7 @@ class Vault:
         at.told = at.told if at.is_untold else at.erased
         if self._on_erased is not None and not self._down:
             logger.info("keys: a tenant was erased on another node")
+            at.closings += 1
             task = asyncio.create_task(self._clear(self._on_erased, tenant, key_ids), name="vault-clear")
             self._clearing.add(task)
             task.add_done_callback(self._clearing.discard)

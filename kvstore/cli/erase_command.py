@@ -17,8 +17,8 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "erase",
         help="destroy a tenant's key, so that nothing stored for it can be read again",
         description="Destroy the key that a tenant's blocks on ssd and remote are encrypted with, on every"
-        " node, and overwrite its blocks in memory. Needs [encryption] in the server's configuration. Exit status:"
-        " 0 the key is gone everywhere, 1 done here but not everywhere yet, 2 bad input, 3 no server.",
+        " node, and overwrite its blocks in memory. Needs [encryption] in the server's configuration. Exit"
+        " status: 0 the key is gone everywhere, 1 not everywhere yet, 2 bad input, 3 no server.",
     )
     who = parser.add_argument_group("which tenant: one of these")
     who.add_argument("--salt", metavar="HEX", help="the tenant's salt in hex digits")

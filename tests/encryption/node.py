@@ -16,8 +16,11 @@ from kvstore.layout import KVLayout
 from kvstore.manager import BlockManager
 from kvstore.miss import MissReason
 from kvstore.tenant import TenantId, tenant_of
+from kvstore.testing import FaultyTier
 from kvstore.tier import Slot, Tier
+from kvstore.vault import Vault
 from kvstore_tiers.dram import DramTier
+from kvstore_tiers.sealed import SealedTier
 from tests.redis_server import RedisServer
 
 BLOCK_BYTES = 8192
@@ -50,6 +53,25 @@ class Node:
     @property
     def lower(self) -> Sequence[Tier]:
         return self.manager._state.lower
+
+    @property
+    def vault(self) -> Vault:
+        assert self.manager._eraser is not None
+        return self.manager._eraser._vault
+
+    @property
+    def is_clearing(self) -> bool:
+        assert self.manager._eraser is not None
+        return bool(self.manager._eraser._clearing)
+
+    def hold_tier(self, index: int) -> FaultyTier:
+        """Let calls of the medium below a sealed tier wait until ``let_go``."""
+        sealed = self.lower[index]
+        assert isinstance(sealed, SealedTier)
+        gate = FaultyTier(sealed.inner)
+        sealed._inner = gate
+        gate.hold()
+        return gate
 
     async def put(self, space: Namespace, chain: PrefixChain) -> int:
         self.manager.open_namespace(space)

@@ -1,6 +1,7 @@
 """Erasing a tenant: nothing of it can be read again, on any medium, on any node."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from kvstore.miss import MissReason
 from tests.encryption.node import (
     ANN,
     BOB,
+    Node,
     files_in,
     node,
     plaintext_windows,
@@ -70,7 +72,7 @@ async def test_after_an_erasure_nothing_is_served_anywhere_and_others_keep_their
         assert await other.fetch(ANN, ann) == (["remote"] * 8, None)
 
         report = await one.manager.erase(tenant(ANN))
-        await other.manager._eraser._vault.poll()
+        await other.vault.poll()
 
         assert report.is_complete
         assert (report.keys, dict(report.blocks)) == (1, {"dram": 8, "ssd": 8})
@@ -177,23 +179,103 @@ async def test_an_erasure_that_redis_does_not_take_says_so_and_is_told_later(
 
         assert not report.is_complete
         assert report.problems == ("remote: does not take the erasure now",)
-        assert one.manager.stats()["encryption"]["untold_erasures"] == 1  # type: ignore[index]  # JSON
+        assert one.vault.stats()["untold_erasures"] == 1
         assert await one.fetch(ANN, chain) == ([], MissReason.ERASED)
         redis.start()
         await told(one)
-        await other.manager._eraser._vault.poll()
+        await other.vault.poll()
         assert await other.fetch(ANN, chain) == ([], MissReason.ERASED)
 
 
-async def told(one: object) -> None:
-    import asyncio
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(1200):
+        if condition():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("it never happened")
 
+
+async def told(one: Node) -> None:
     for _ in range(600):
-        await one.manager._eraser._vault.poll()
-        if not one.manager.stats()["encryption"]["untold_erasures"]:
+        await one.vault.poll()
+        if not one.vault.stats()["untold_erasures"]:
             return
         await asyncio.sleep(0.05)
     raise AssertionError("the erasure was never told")
+
+
+# Blocks on their way
+
+
+async def test_a_block_that_is_being_loaded_is_not_served(tmp_path: Path) -> None:
+    chain = ANN.chain(range(32))
+    async with node(tmp_path / "a") as one:
+        await one.store(ANN, chain)
+        await one.empty_dram(chain)
+        gate = one.hold_tier(0)
+        fetching = asyncio.create_task(one.manager.fetch(chain, owner=one.owner, timeout_s=20))
+        await until(lambda: "read" in gate.calls)
+
+        erasing = asyncio.create_task(one.manager.erase(tenant(ANN)))
+        await asyncio.sleep(0.1)
+        gate.let_go()
+
+        assert (await fetching).blocks == ()
+        assert (await erasing).is_complete
+        assert plaintext_windows(one.arena_bytes(), chain.keys) == 0
+
+
+@pytest.mark.parametrize("tier", [0, 1])
+async def test_a_block_that_is_being_written_does_not_survive_under_the_next_key(
+    tmp_path: Path, redis: RedisServer, tier: int
+) -> None:
+    chain = ANN.chain(range(32))
+    async with node(tmp_path / "a", redis=redis) as one:
+        gate = one.hold_tier(tier)
+        assert await one.put(ANN, chain) == 8
+        await until(lambda: "write" in gate.calls)
+
+        erasing = asyncio.create_task(one.manager.erase(tenant(ANN)))
+        await asyncio.sleep(0.1)
+        gate.let_go()
+
+        assert (await erasing).is_complete
+        assert await one.manager.flush(timeout_s=30)
+        assert await one.fetch(ANN, chain) == ([], MissReason.ERASED)
+        assert one.lower[0].used_bytes == 0
+    async with node(tmp_path / "b", redis=redis) as other:
+        assert await other.fetch(ANN, chain) == ([], MissReason.ERASED)
+
+
+async def test_blocks_that_wait_to_be_written_are_not(tmp_path: Path, redis: RedisServer) -> None:
+    chains = [ANN.chain(range(start, start + 64)) for start in range(0, 640, 64)]
+    async with node(tmp_path / "a", redis=redis) as one:
+        for chain in chains:
+            await one.put(ANN, chain)
+        await one.manager.erase(tenant(ANN))
+        assert await one.manager.flush(timeout_s=30)
+        assert one.lower[0].used_bytes == 0
+        assert plaintext_windows(one.arena_bytes(), chains[0].keys) == 0
+    async with node(tmp_path / "b", redis=redis) as other:
+        for chain in chains:
+            assert (await other.fetch(ANN, chain))[0] == []
+
+
+async def test_a_transfer_that_does_not_end_is_reported_and_cleared_when_it_does(tmp_path: Path) -> None:
+    chain = ANN.chain(range(32))
+    async with node(tmp_path / "a") as one:
+        gate = one.hold_tier(0)
+        await one.put(ANN, chain)
+        await until(lambda: "write" in gate.calls)
+
+        report = await one.manager.erase(tenant(ANN))
+
+        assert not report.is_complete
+        assert "on their way" in report.problems[0]
+        gate.let_go()
+        await until(lambda: not one.is_clearing)
+        assert one.lower[0].used_bytes == 0
+        assert plaintext_windows(one.arena_bytes(), chain.keys) == 0
 
 
 async def test_an_erasure_needs_encryption(tmp_path: Path) -> None:

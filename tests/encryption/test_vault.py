@@ -1,6 +1,7 @@
 """Vault: nodes agree on a tenant's key through Redis, keep it in files, and forget it for good."""
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
@@ -14,7 +15,6 @@ from kvstore.keys import Namespace, NamespaceDigest
 from kvstore.master_keys import MasterKeys
 from kvstore.tenant import TenantId, tenant_of
 from kvstore.tenant_record import RECORD_BYTES
-from kvstore.testing import FakeClock
 from kvstore.vault import Vault
 from kvstore_tiers.remote import RemoteTier
 from kvstore_tiers.remote_session import KeyNames
@@ -60,6 +60,7 @@ class Nodes:
 
         async def on_erased(erased: TenantId, _: object) -> None:
             self.heard.append((name, erased))
+            vault.reopen(erased)
 
         vault.follow(SPACES.get, on_erased)
         await vault.open()
@@ -92,6 +93,14 @@ async def key_of(vault: Vault, space: Namespace = ANN) -> DataKey:
     key = await vault.sealing_key(space.digest, deadline_s=soon())
     assert key is not None
     return key
+
+
+async def erase(vault: Vault) -> list[str]:
+    """Erase Ann, whose blocks nobody has."""
+    vault.forget(tenant(ANN))
+    problems = await vault.spread_erasure(tenant(ANN))
+    vault.reopen(tenant(ANN))
+    return problems
 
 
 async def until_told(vault: Vault) -> None:
@@ -207,8 +216,7 @@ async def test_an_erased_key_is_in_no_file_and_not_in_redis(nodes: Nodes) -> Non
         wrapped = held.read()[-80:-8]
         assert wrapped in nodes.key_record(ANN)
 
-        assert vault.forget(tenant(ANN)) == [key.id]
-        assert await vault.spread_erasure(tenant(ANN)) == []
+        assert await erase(vault) == []
 
         assert key.is_forgotten
         held.seek(0)
@@ -224,8 +232,7 @@ async def test_other_nodes_hear_of_an_erasure(nodes: Nodes) -> None:
     one, other = await nodes.open("a"), await nodes.open("b")
     await key_of(one, ANN)
     kept = await key_of(other, ANN), await key_of(other, BOB)
-    one.forget(tenant(ANN))
-    await one.spread_erasure(tenant(ANN))
+    await erase(one)
 
     await other.poll()
     await asyncio.sleep(0)
@@ -241,8 +248,7 @@ async def test_a_node_that_was_down_forgets_at_its_start_before_anything_is_read
     await other.opening_key(ANN.digest, key.id, deadline_s=soon())
     await other.poll()
     await other.close()
-    one.forget(tenant(ANN))
-    await one.spread_erasure(tenant(ANN))
+    await erase(one)
 
     back = await nodes.open("b")
 
@@ -257,8 +263,7 @@ async def test_an_erasure_survives_the_eviction_of_its_record(nodes: Nodes) -> N
     one, other = await nodes.open("a"), await nodes.open("b")
     key = await key_of(one)
     await other.opening_key(ANN.digest, key.id, deadline_s=soon())
-    one.forget(tenant(ANN))
-    await one.spread_erasure(tenant(ANN))
+    await erase(one)
     nodes.redis.ask(b"FLUSHALL")
 
     await one.poll()
@@ -272,8 +277,7 @@ async def test_an_old_key_record_that_somebody_puts_back_is_not_used(nodes: Node
     one = await nodes.open("a")
     key = await key_of(one)
     saved = nodes.key_record(ANN)
-    one.forget(tenant(ANN))
-    await one.spread_erasure(tenant(ANN))
+    await erase(one)
 
     nodes.redis.ask(b"SET", NAMES.of(key_record_id(tenant(ANN), 1)), saved)
 
@@ -299,8 +303,7 @@ async def test_an_erasure_that_could_not_be_told_is_told_after_a_restart_too(nod
     nodes.redis.kill()
     try:
         back = await nodes.open("a")
-        back.forget(tenant(ANN))
-        assert await back.spread_erasure(tenant(ANN)) == ["remote: does not take the erasure now"]
+        assert await erase(back) == ["remote: does not take the erasure now"]
         await back.close()
     finally:
         nodes.redis.start()
@@ -319,9 +322,9 @@ async def test_an_erasure_told_late_takes_what_others_made_meanwhile_with_it(nod
     await key_of(one)
     await other.poll()
     one.forget(tenant(ANN))
+    one.reopen(tenant(ANN))
     # Before it is told, another node erases too, and stores under a newer key.
-    other.forget(tenant(ANN))
-    await other.spread_erasure(tenant(ANN))
+    await erase(other)
     newer = await key_of(other)
 
     assert await one.spread_erasure(tenant(ANN)) == []
@@ -336,8 +339,7 @@ async def test_a_key_record_that_is_written_late_does_not_outlive_its_erasure(no
     key = await key_of(one)
     await other.opening_key(ANN.digest, key.id, deadline_s=soon())
     saved = nodes.key_record(ANN)
-    one.forget(tenant(ANN))
-    await one.spread_erasure(tenant(ANN))
+    await erase(one)
 
     # The other node has not heard of it, and puts the record back as if Redis had lost it.
     nodes.forget_key(ANN)
@@ -431,35 +433,30 @@ async def test_an_erasure_says_which_file_could_not_be_overwritten(nodes: Nodes)
     vault = await nodes.open("a", is_remote=False)
     await key_of(vault)
     (nodes.folder / "a").rename(nodes.folder / "away")
-    vault.forget(tenant(ANN))
-    (problem,) = await vault.spread_erasure(tenant(ANN))
+    (problem,) = await erase(vault)
     assert problem.startswith(f"{nodes.folder / 'a' / 'keys'}: cannot be written")
 
 
-async def test_asking_for_unknown_keys_is_limited() -> None:
-    class Counting:
-        name, is_up, num_reads = "remote", True, 0
-
-        async def read_erased(self, tenants: list[TenantId]) -> list[None]:
-            self.num_reads += 1
-            return [None for _ in tenants]
-
-        async def read_keys(self, wanted: list[object]) -> list[object]:
-            return []
-
-    exchange, clock = Counting(), FakeClock()
-    vault = Vault(
-        MasterKeys.parse(MASTER, key="keys"),
-        file=None,
-        exchange=exchange,  # type: ignore[arg-type]  # as much of it as is used
-        clock=clock,
-    )
-    vault.follow(SPACES.get, lambda *_: asyncio.sleep(0))
-    await vault.open()
-    vault._is_due = lambda _: False  # type: ignore[method-assign]  # only erasures are counted
+async def test_asking_for_unknown_keys_is_limited(nodes: Nodes) -> None:
+    vault = await nodes.open("a")
+    nodes.redis.ask(b"CONFIG", b"RESETSTAT")
     for number in range(50):
-        await vault.opening_key(ANN.digest, number.to_bytes(8, "big"), deadline_s=clock() + 30)
-    assert exchange.num_reads == 1
-    clock.advance(1)
-    await vault.opening_key(ANN.digest, b"x" * 8, deadline_s=clock() + 30)
-    assert exchange.num_reads == 2
+        await vault.opening_key(ANN.digest, number.to_bytes(8, "big"), deadline_s=soon())
+    calls = re.search(rb"cmdstat_get:calls=(\d+)", nodes.redis.ask(b"INFO", b"commandstats"))
+    assert calls is not None
+    assert int(calls[1]) <= 40
+
+
+async def test_no_key_is_made_while_an_erasures_blocks_are_still_about(nodes: Nodes) -> None:
+    vault = await nodes.open("a")
+    first = await key_of(vault)
+    vault.forget(tenant(ANN))
+    await vault.spread_erasure(tenant(ANN))
+    other = await nodes.open("b")
+    second = await key_of(other)
+    await vault.poll()
+
+    assert await vault.sealing_key(ANN.digest, deadline_s=soon()) is None
+
+    vault.reopen(tenant(ANN))
+    assert (await key_of(vault)).id == second.id != first.id

@@ -202,7 +202,13 @@ class SealedTier:
             return await self._inner.read(requests, deadline_s=deadline_s)
         if not self._keys.health().is_up:
             return [ReadOutcome(ReadStatus.UNAVAILABLE)] * len(requests)
-        return await self._jobs.outlive(asyncio.ensure_future(self._read(requests, deadline_s)))
+        outcomes, keys = await self._jobs.outlive(asyncio.ensure_future(self._read(requests, deadline_s)))
+        for index, key in keys.items():
+            if key.is_forgotten and outcomes[index].status is ReadStatus.OK:
+                # Erased at the last moment: what was decrypted must not stay, nor be served.
+                zero(requests[index].buffer[: requests[index].length_bytes])
+                outcomes[index] = _ERASED
+        return outcomes
 
     async def write(self, requests: Sequence[WriteRequest], *, deadline_s: float) -> list[WriteStatus]:
         """Write copies, encrypted; a present one is replaced."""
@@ -231,12 +237,14 @@ class SealedTier:
 
     # Reading
 
-    async def _read(self, requests: Sequence[ReadRequest], deadline_s: float) -> list[ReadOutcome]:
+    async def _read(
+        self, requests: Sequence[ReadRequest], deadline_s: float
+    ) -> tuple[list[ReadOutcome], dict[int, DataKey]]:
         """Read a batch and then decrypt it; doing both at once was slower: the interpreter has one lock."""
         sealed = [replace(request, is_sealed=True) for request in requests]
         outcomes = await self._inner.read(sealed, deadline_s=deadline_s)
         calls: list[Callable[[], ReadOutcome]] = []
-        places: list[tuple[int, DataKey]] = []
+        keys: dict[int, DataKey] = {}
         for index, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
             if outcome.status is not ReadStatus.OK or outcome.header is None:
                 continue
@@ -245,13 +253,14 @@ class SealedTier:
                 outcomes[index] = self._without_key(request)
             else:
                 calls.append(_opening(key, outcome.header, request.buffer, outcome.origin))
-                places.append((index, key))
-        sizes = [requests[index].length_bytes for index, _ in places]
+                keys[index] = key
+        sizes = [requests[index].length_bytes for index in keys]
         opened = await self._run(calls, sizes, deadline_s)
-        for (index, key), result in zip(places, opened, strict=True):
-            outcomes[index] = self._settled(requests[index], key, result)
+        for index, result in zip(keys, opened, strict=True):
+            outcomes[index] = result or ReadOutcome(ReadStatus.TIMED_OUT)
+        self._count_opened(opened)
         await self._discard(requests, outcomes)
-        return outcomes
+        return outcomes, keys
 
     async def _opening_key(
         self, request: ReadRequest, header: BlockHeader, deadline_s: float
@@ -266,17 +275,11 @@ class SealedTier:
         self._counters["unknown_keys"] += 1
         return _FOREIGN
 
-    def _settled(self, request: ReadRequest, key: DataKey, result: ReadOutcome | None) -> ReadOutcome:
-        """Return how a read ended whose copy was to be decrypted, and count it."""
-        if result is None:
-            return ReadOutcome(ReadStatus.TIMED_OUT)
-        if key.is_forgotten:
-            # Erased since the thread has looked: what it decrypted must not stay.
-            zero(request.buffer[: request.length_bytes])
-            result = _ERASED
-        name = {ReadStatus.OK: "opened", ReadStatus.CORRUPT: "broken_seals"}.get(result.status, "erased")
-        self._counters[name] += 1
-        return result
+    def _count_opened(self, opened: Sequence[ReadOutcome | None]) -> None:
+        for outcome in opened:
+            if outcome is not None:
+                name = {ReadStatus.OK: "opened", ReadStatus.CORRUPT: "broken_seals"}
+                self._counters[name.get(outcome.status, "erased")] += 1
 
     async def _discard(self, requests: Sequence[ReadRequest], outcomes: Sequence[ReadOutcome]) -> None:
         """Drop what was found useless here."""
