@@ -128,8 +128,10 @@ class TenantKeys:
             known = HeldKey(DataKey(record.secret, record.tenant), packed)
             self._by_id[known.key.id] = known.key
             self.is_dirty = True
-        else:
+        elif is_first:
             held.remove(known)
+        else:
+            return
         held.insert(0 if is_first else len(held), known)
 
     def lose(self, tenant: TenantId, number: int) -> list[bytes]:

@@ -43,6 +43,7 @@ MAX_TENANTS = 65_536
 
 _ASK_AGAIN_S = 0.25
 _LOOK_AGAIN_S = 8.0
+_KEEP_AGAIN_S = 5.0
 _POLL_TENANTS = 128
 _OPEN_S = 2.0
 _MAX_OVERWRITTEN = 64
@@ -75,6 +76,7 @@ class Vault:
         self._on_erased: OnErased | None = None
         self._down = "not open"
         self._keeping = asyncio.Lock()
+        self._keep_again_s = 0.0
         self._running: dict[tuple[TenantId, str], asyncio.Task[None]] = {}
         self._clearing: set[asyncio.Task[None]] = set()
         self._turn = 0
@@ -196,7 +198,8 @@ class Vault:
         """Follow other nodes for some of the tenants, and do again what could not be done."""
         if self._down:
             return
-        await self._keep()
+        if self._clock() >= self._keep_again_s:
+            await self._keep()
         if self._exchange is None or not self._exchange.is_up:
             return
         for tenant in self._keys.untold()[:_POLL_TENANTS]:
@@ -205,7 +208,6 @@ class Vault:
         start = self._turn * _POLL_TENANTS % max(1, len(tenants))
         self._turn += 1
         await self._consult(tenants[start : start + _POLL_TENANTS])
-        await self._keep()
 
     def stats(self) -> dict[str, object]:
         """Return what there is, ready for JSON."""
@@ -220,6 +222,7 @@ class Vault:
             problems = await asyncio.to_thread(self._file.write, self._keys.records())
             if problems:
                 self._keys.is_dirty = True
+                self._keep_again_s = self._clock() + _KEEP_AGAIN_S
                 self._unkept.warn("keys: %s; it is tried again", "; ".join(problems))
             return problems
 

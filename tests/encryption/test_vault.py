@@ -426,7 +426,32 @@ async def test_keys_that_cannot_be_kept_are_used_all_the_same_and_kept_later(
     assert "cannot be written" in caplog.text
     (nodes.folder / "away").rename(nodes.folder / "a")
     await vault.poll()
+    vault._keep_again_s = 0.0
+    await vault.poll()
     assert (await key_of(await nodes.open("a", is_remote=False))).id == key.id
+
+
+async def test_of_several_files_an_older_one_changes_nothing(nodes: Nodes, tmp_path: Path) -> None:
+    alone = await nodes.open("a", is_remote=False)
+    early = await key_of(alone)
+    old = (nodes.folder / "a" / "keys").read_bytes()
+    agreed = await key_of(await nodes.open("b"))
+    back = await nodes.open("a")
+    assert (await key_of(back)).id == agreed.id
+    paths = [nodes.folder / name / "keys" for name in ("a", "stale")]
+    paths[1].parent.mkdir()
+    paths[1].write_bytes(old)
+
+    masters = MasterKeys.parse(MASTER, key="keys")
+    vault = Vault(
+        masters, file=KeyFile(paths, record_bytes=RECORD_BYTES), exchange=None, clock=time.monotonic
+    )
+    vault.follow(SPACES.get, lambda *_: asyncio.sleep(0))
+    await vault.open()
+
+    assert (await key_of(vault)).id == agreed.id
+    assert vault.is_known(early.id)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
 async def test_an_erasure_says_which_file_could_not_be_overwritten(nodes: Nodes) -> None:

