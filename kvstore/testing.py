@@ -161,6 +161,8 @@ class MemoryTier:
         if not self.has_room(length):
             return WriteStatus.FULL
         key = request.header.block.storage_key
+        if request.only_if_absent and key in self.stored:
+            return WriteStatus.REFUSED
         self.stored.pop(key, None)
         self.stored[key] = (request.header, request.buffer[:length].tobytes())
         return WriteStatus.OK
