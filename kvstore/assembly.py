@@ -71,7 +71,7 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
     return Store(manager, dram)
 
 
-def _ssd_tier(config: SsdConfig, *, is_sealed: bool) -> Tier:
+def _ssd_tier(config: SsdConfig, *, is_sealed: bool = False) -> Tier:
     # Only a store with such a tier needs its package.
     from kvstore_tiers.ssd import Numbers, SsdTier
     from kvstore_tiers.ssd_array import SsdArray
