@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from raw_media import Redis, aligned
 
 from kvstore.checksum import as_bytes_array, checksum
 from kvstore.keys import BlockKey, NamespaceDigest
@@ -41,6 +40,7 @@ from kvstore_tiers.remote import RemoteTier
 from kvstore_tiers.sealed import SealedTier
 from kvstore_tiers.sealing import DataKey, open_payload, seal_payload
 from kvstore_tiers.ssd import SsdTier
+from raw_media import Redis, aligned
 
 BLOCK_BYTES = [64 << 10, 360 << 10, 2 << 20, 8 << 20]
 SET_BYTES = 64 << 20
@@ -69,6 +69,9 @@ class OneKey:
     ) -> DataKey | None:
         """Return the key."""
         return self.key
+
+    async def refresh(self) -> None:
+        """Do nothing."""
 
     def is_known(self, key_id: bytes) -> bool:
         """Return whether it is that key's id."""

@@ -2,7 +2,7 @@
 
 dram     copy with checksum into and out of arena slots, beside np.copyto (memcpy) of the same memory
 ssd      SsdTier.write (durable, 128 MiB in four calls at a time) and .read (verified), beside O_DIRECT
-         writes with fdatasync and reads of the same sizes by as many threads
+         writes with fdatasync and reads, one system call per block, by as many threads
 remote   RemoteTier.write and .read (verified), beside SET and GET over as many plain sockets to the server
 
 p99_ms is of one call with ``batch_blocks`` blocks; cpu_s_per_gb is of this process, all threads.
@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from raw_media import RawFile, RawRedis, Redis, aligned
 
 from kvstore.checksum import as_bytes_array, checksum, copy_with_checksum
 from kvstore.keys import BlockKey, NamespaceDigest
@@ -30,6 +29,7 @@ from kvstore.tier import BlockHeader, BlockId, ReadRequest, ReadStatus, WriteReq
 from kvstore_tiers.dram import DramTier
 from kvstore_tiers.remote import RemoteTier
 from kvstore_tiers.ssd import SsdTier
+from raw_media import RawFile, RawRedis, Redis, aligned
 
 BLOCK_BYTES = [64 << 10, 360 << 10, 2 << 20, 8 << 20]
 BATCH_BYTES = 32 << 20
@@ -38,6 +38,10 @@ DRAM_SET_BYTES = 64 << 20
 DRAM_CALL_BYTES = 2 << 20
 DRAM_ROUNDS = 8
 """Calls of under a millisecond: more of them, so that a median is of calls that nothing interrupted."""
+
+WARM_UP_ROUNDS = 4
+"""Rounds that are not counted: the first write to a part of a preallocated file costs the file system more,
+and the slots of an ssd tier are all written only after four (it has room for three batches)."""
 
 IO_THREADS = 4
 LAYOUT = b"l" * 32
@@ -67,9 +71,9 @@ async def compare(
 ) -> list[dict[str, object]]:
     """Run (op, tier step, raw step) in turn; returns one result per op."""
     figures: dict[str, tuple[Figures, Figures]] = {op: (Figures(), Figures()) for op, _, _ in steps}
-    for number in range(rounds + 1):
+    for number in range(rounds + WARM_UP_ROUNDS):
         for op, step, raw_step in steps:
-            own, raw = (Figures(), Figures()) if number == 0 else figures[op]
+            own, raw = (Figures(), Figures()) if number < WARM_UP_ROUNDS else figures[op]
             for one, call in ((own, step), (raw, raw_step))[:: 1 if number % 2 else -1]:
                 await one.time(call)
     return [result(tier, op, block_bytes, batch, own, raw) for op, (own, raw) in figures.items()]

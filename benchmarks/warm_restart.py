@@ -27,7 +27,7 @@ _COMMIT_RECORDS = 10_000
 
 
 def records(blocks: int) -> list[IndexRecord]:
-    """Return records of chains of 100 blocks, each with its slot."""
+    """Return records of chains of 100 blocks, each with its slot, in the order that uses of chains leave."""
     made: list[IndexRecord] = []
     for first in range(0, blocks, CHAIN_BLOCKS):
         chain = SPACE.chain(range(first, first + CHAIN_BLOCKS))
@@ -42,7 +42,9 @@ def records(blocks: int) -> list[IndexRecord]:
                 first,
             )
             number = len(made)
-            made.append(IndexRecord(header, BLOCK_BYTES * number, BLOCK_BYTES, number + 1, number + 1))
+            # A chain is used tail first.
+            recency = first + CHAIN_BLOCKS - depth
+            made.append(IndexRecord(header, BLOCK_BYTES * number, BLOCK_BYTES, number + 1, recency))
     return made
 
 

@@ -5,6 +5,7 @@ from kvstore.calls import FetchResult
 from kvstore.client import KVStore
 from kvstore.client_state import ClientStats, Timeouts
 from kvstore.errors import KVStoreError
+from kvstore.held import AsyncLease, AsyncReservation, Lease, LeasedMatch, Reservation, WritableBlock
 from kvstore.keys import BlockKey, Namespace, PrefixChain
 from kvstore.layout import KVLayout, Part
 from kvstore.miss import MissReason
@@ -14,6 +15,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AsyncKVStore",
+    "AsyncLease",
+    "AsyncReservation",
     "BlockKey",
     "ClientStats",
     "EraseReport",
@@ -21,12 +24,16 @@ __all__ = [
     "KVLayout",
     "KVStore",
     "KVStoreError",
+    "Lease",
+    "LeasedMatch",
     "MissReason",
     "Namespace",
     "Part",
     "PrefixChain",
     "PrefixMatch",
     "PutResult",
+    "Reservation",
     "Timeouts",
+    "WritableBlock",
     "__version__",
 ]

@@ -19,6 +19,7 @@ from kvstore.errors import (
 )
 from kvstore.layout import MAX_BLOCK_BYTES
 from kvstore.message_fields import (
+    MAX_TIMEOUT_US,
     U32,
     U64,
     EmptyMessage,
@@ -146,7 +147,7 @@ class Ready:
         count_fields(values, 6, "ready")
         lease, length, records, names, indices, reason = values
         blob = byte_string(records, "slots", high=MAX_KEYS * _READY.size, step=_READY.size)
-        slots = tuple([ReadySlot(*fields) for fields in _READY.iter_unpack(blob)])
+        slots = tuple(map(ReadySlot._make, _READY.iter_unpack(blob)))
         if (lease is None) != (not slots):
             raise ProtocolMismatch("message: a lease is given exactly when there are blocks")
         return cls(
@@ -155,6 +156,31 @@ class Ready:
             slots,
             TierNames.from_wire(names, indices, len(slots)),
             miss_reason_or_none(reason),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Answer to Peek: slots of all blocks of the chain, in one tier and not leased."""
+
+    KIND: ClassVar[int] = 0x800B
+    length_bytes: int
+    slots: tuple[ReadySlot, ...]
+    tier: str
+
+    def to_wire(self) -> Values:
+        """Return the fields, one record per slot."""
+        return (self.length_bytes, b"".join([_READY.pack(*slot) for slot in self.slots]), self.tier)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked answer; whether it has a slot per block is checked by who knows their number."""
+        count_fields(values, 3, "seen")
+        blob = byte_string(values[1], "slots", high=MAX_KEYS * _READY.size, step=_READY.size)
+        return cls(
+            integer(values[0], 0, MAX_BLOCK_BYTES, "length_bytes"),
+            tuple(map(ReadySlot._make, _READY.iter_unpack(blob))),
+            text(values[2], "a tier name", limit=64),
         )
 
 
@@ -186,7 +212,7 @@ class Lent:
         """Return the checked answer; positions grow."""
         count_fields(values, 2, "lent")
         blob = byte_string(values[0], "slots", high=MAX_KEYS * _LENT.size, step=_LENT.size)
-        slots = tuple([LentSlot(*fields) for fields in _LENT.iter_unpack(blob)])
+        slots = tuple(map(LentSlot._make, _LENT.iter_unpack(blob)))
         check_positions([slot.position for slot in slots], MAX_KEYS)
         return cls(slots, integer(values[1], 0, MAX_KEYS, "present"))
 
@@ -207,6 +233,90 @@ class Report:
         """Return the checked answer; the JSON itself is checked by who reads it."""
         count_fields(values, 1, "report")
         return cls(byte_string(values[0], "report"))
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """Answer to Exists: one bit per key, the first key in the lowest bit of the first byte."""
+
+    KIND: ClassVar[int] = 0x8008
+    bits: bytes
+
+    def to_wire(self) -> Values:
+        """Return the bits."""
+        return (self.bits,)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked answer; whether it has a bit per key is checked by who knows their number."""
+        count_fields(values, 1, "presence")
+        return cls(byte_string(values[0], "presence", high=-(-MAX_KEYS // 8)))
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """Answer to LeaseChain and MatchAndLease: what is stored, and the slots of the blocks that are leased.
+
+    ``slots`` are those of the leading blocks, of all or fewer of the blocks that ``tiers`` counts. The lease
+    (none if there are no slots) ends by itself ``lease_us`` microseconds after it was granted.
+    """
+
+    KIND: ClassVar[int] = 0x8009
+    lease: int | None
+    lease_us: int
+    length_bytes: int
+    slots: tuple[ReadySlot, ...]
+    tiers: TierNames
+    reason: MissReason | None
+
+    def to_wire(self) -> Values:
+        """Return the fields, one record per slot."""
+        return (
+            self.lease,
+            self.lease_us,
+            self.length_bytes,
+            b"".join([_READY.pack(*slot) for slot in self.slots]),
+            self.tiers.names,
+            self.tiers.indices,
+            None if self.reason is None else self.reason.value,
+        )
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked answer."""
+        count_fields(values, 7, "leased")
+        lease, lease_us, length, records, names, indices, reason = values
+        blob = byte_string(records, "slots", high=MAX_KEYS * _READY.size, step=_READY.size)
+        slots = tuple([ReadySlot(*fields) for fields in _READY.iter_unpack(blob)])
+        if (lease is None) != (not slots):
+            raise ProtocolMismatch("message: a lease is given exactly when there are blocks")
+        stored = byte_string(indices, "tier indices", low=len(slots), high=MAX_KEYS)
+        return cls(
+            None if lease is None else integer(lease, 0, U64, "lease"),
+            integer(lease_us, 0, MAX_TIMEOUT_US, "lease time"),
+            integer(length, 0, MAX_BLOCK_BYTES, "length_bytes"),
+            slots,
+            TierNames.from_wire(names, stored, len(stored)),
+            miss_reason_or_none(reason),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """Answer to Renew: the microseconds that the lease lasts from now; 0 if it had ended."""
+
+    KIND: ClassVar[int] = 0x800A
+    lease_us: int
+
+    def to_wire(self) -> Values:
+        """Return the time."""
+        return (self.lease_us,)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked answer."""
+        count_fields(values, 1, "renewed")
+        return cls(integer(values[0], 0, MAX_TIMEOUT_US, "lease time"))
 
 
 class FailureCode(enum.Enum):

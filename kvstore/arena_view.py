@@ -1,7 +1,7 @@
 """ArenaView: a mapping of the shared arena, and the arena's format.
 
     page 0    header: magic, version, sizes, the instance that made it, xxh3-64 over the fields before it
-    pages     generations: one little-endian u32 per 4096 bytes of slot space
+    pages     generations: one u32 in this machine's order per 4096 bytes of slot space
     pages     slot space; a slot is named by its byte offset in the arena, its generation is that of its
               first 4096 bytes
 
@@ -97,6 +97,11 @@ class ArenaFormat:
         return made
 
 
+def open_read_only(fd: int) -> int:
+    """Return a new descriptor of an arena that cannot be mapped for writing; the caller closes it."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+
 class ArenaView:
     """A mapping of an arena. Views it lends stay valid until dropped, also after ``close``."""
 
@@ -104,13 +109,13 @@ class ArenaView:
         self.format = arena_format
         self._map = mapping
         self._bytes: memoryview | None = memoryview(mapping)
-        table = np.frombuffer(
-            mapping,
-            dtype="<u4",
-            count=arena_format.capacity_bytes // ALIGNMENT_BYTES,
-            offset=arena_format.generations_offset,
-        )
-        self._generations: npt.NDArray[np.uint32] | None = table
+        self._array: npt.NDArray[np.uint8] | None = np.frombuffer(mapping, np.uint8)
+        self._slots_offset = arena_format.slots_offset
+        self._total_bytes = arena_format.total_bytes
+        self._num_pages = arena_format.capacity_bytes // ALIGNMENT_BYTES
+        start = arena_format.generations_offset
+        table = self._bytes[start : start + self._num_pages * GENERATION_BYTES]
+        self._generations: memoryview | None = table.cast("I")
         self._is_writable = is_writable
 
     @classmethod
@@ -132,6 +137,8 @@ class ArenaView:
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if is_prefaulted else 0)
         try:
             mapping = mmap.mmap(fd, file_bytes, flags=flags, prot=protection)
+            # Blocks are prompts: no core dump of server or client holds them.
+            mapping.madvise(mmap.MADV_DONTDUMP)
         except OSError as error:
             raise ProtocolMismatch(
                 f"arena: {file_bytes} bytes cannot be mapped: {error.strerror}: "
@@ -150,6 +157,11 @@ class ArenaView:
         return self.format.capacity_bytes
 
     @property
+    def is_writable(self) -> bool:
+        """Whether it is mapped for writing too."""
+        return self._is_writable
+
+    @property
     def address(self) -> int:
         """Address of the arena's first byte in this process, for registration with a device."""
         assert self._bytes is not None, "arena: the view is closed"
@@ -164,12 +176,20 @@ class ArenaView:
         view = self._bytes
         if view is None:
             raise InvalidRequest("arena: the view is closed")
-        if length_bytes < 0 or not self.format.slots_offset <= offset <= len(view) - length_bytes:
-            raise InvalidRequest(
-                f"arena: slot at {offset} of {length_bytes} bytes lies outside "
-                f"{self.format.slots_offset}..{len(view)}"
-            )
+        self._check_range(offset, length_bytes)
         return view[offset : offset + length_bytes]
+
+    def slot_array(self, offset: int, length_bytes: int) -> npt.NDArray[np.uint8]:
+        """As ``slot``, as an array ``[length_bytes]`` of uint8.
+
+        Raises:
+            InvalidRequest: the range does not lie in the slot space.
+        """
+        array = self._array
+        if array is None:
+            raise InvalidRequest("arena: the view is closed")
+        self._check_range(offset, length_bytes)
+        return array[offset : offset + length_bytes]
 
     def generation(self, offset: int) -> int:
         """Return the generation of the slot at ``offset``: it grows when the slot is allocated or freed.
@@ -180,7 +200,8 @@ class ArenaView:
         table = self._generations
         if table is None:
             raise InvalidRequest("arena: the view is closed")
-        return int(table[self._page(offset)])
+        generation: int = table[self._page(offset)]
+        return generation
 
     def advance_generation(self, offset: int) -> int:
         """Raise the generation of the slot at ``offset`` by one (modulo 2**32) and return it."""
@@ -188,13 +209,13 @@ class ArenaView:
         assert table is not None, "arena: the view is closed"
         assert self._is_writable, "arena: not mapped writable"
         page = self._page(offset)
-        raised = (int(table[page]) + 1) & 0xFFFF_FFFF
+        raised: int = (table[page] + 1) & 0xFFFF_FFFF
         table[page] = raised
         return raised
 
     def close(self) -> None:
         """Let go of the mapping; it goes when the last view that a caller kept is dropped. Idempotent."""
-        self._generations = None
+        self._array = self._generations = None
         view, self._bytes = self._bytes, None
         if view is None:
             return
@@ -203,8 +224,15 @@ class ArenaView:
             self._map.close()
         del self._map
 
+    def _check_range(self, offset: int, length_bytes: int) -> None:
+        if length_bytes < 0 or not self._slots_offset <= offset <= self._total_bytes - length_bytes:
+            raise InvalidRequest(
+                f"arena: slot at {offset} of {length_bytes} bytes lies outside "
+                f"{self._slots_offset}..{self._total_bytes}"
+            )
+
     def _page(self, offset: int) -> int:
-        page, rest = divmod(offset - self.format.slots_offset, ALIGNMENT_BYTES)
-        if rest or not 0 <= page < self.format.capacity_bytes // ALIGNMENT_BYTES:
+        page, rest = divmod(offset - self._slots_offset, ALIGNMENT_BYTES)
+        if rest or not 0 <= page < self._num_pages:
             raise InvalidRequest(f"arena: {offset} is not the offset of a slot")
         return page

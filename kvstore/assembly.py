@@ -1,12 +1,14 @@
 """Assembly: builds the manager of a store, with the tiers its configuration names."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvstore.config import Config, RemoteConfig, SsdConfig
 from kvstore.epoch_file import EpochFile
 from kvstore.erasing import Encryption
+from kvstore.errors import InvalidConfig
 from kvstore.manager import BlockManager
 from kvstore.policy import policy_named
 from kvstore.state import ManagerSettings, WriteMode
@@ -28,22 +30,24 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
     Blocks on the files of secrets that the configuration names.
 
     Raises:
-        InvalidConfig: the remote tier's password or the master keys cannot be had.
+        InvalidConfig: the remote tier's password or the master keys cannot be had, or a package is missing.
     """
     dram = DramTier(
         capacity_bytes=config.dram.capacity_bytes,
         staging_bytes=config.dram.staging_bytes,
         is_locked=config.dram.lock_memory,
     )
-    is_sealed = config.encryption is not None
-    ssd = None if config.ssd is None else _ssd_tier(config.ssd, is_sealed=is_sealed)
-    remote = None if config.remote is None else _remote_tier(config.remote, clock)
-    lower = [tier for tier in (ssd, remote) if tier is not None]
+    lower: list[Tier] = []
+    if config.ssd is not None:
+        lower.append(_ssd_tier(config.ssd, is_sealed=config.encryption is not None))
+    if config.remote is not None:
+        lower.append(_remote_tier(config.remote, clock))
     folders = () if config.ssd is None else config.ssd.path
     encryption: Encryption | None = None
     if config.encryption is not None:
-        # Only a store with encryption needs its package.
-        from kvstore.sealing_assembly import seal
+        with _packages_of(config.encryption.section):
+            # Only a store with encryption needs its package.
+            from kvstore.sealing_assembly import seal
 
         masters = config.encryption.read_keys()
         lower, encryption = seal(masters, dram, lower, folders=folders, clock=clock)
@@ -72,9 +76,11 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
 
 
 def _ssd_tier(config: SsdConfig, *, is_sealed: bool = False) -> Tier:
-    # Only a store with such a tier needs its package.
-    from kvstore_tiers.ssd import Numbers, SsdTier
-    from kvstore_tiers.ssd_array import SsdArray
+    with _packages_of(config.section):
+        # Only a store with such a tier needs its package.
+        from kvstore_tiers.ssd import SsdTier
+        from kvstore_tiers.ssd_array import SsdArray
+        from kvstore_tiers.ssd_copies import Numbers
 
     numbers = Numbers()
     disks = [
@@ -92,9 +98,10 @@ def _ssd_tier(config: SsdConfig, *, is_sealed: bool = False) -> Tier:
 
 
 def _remote_tier(config: RemoteConfig, clock: Callable[[], float]) -> Tier:
-    # Only a store with such a tier needs its package.
-    from kvstore_tiers.remote import RemoteTier
-    from kvstore_tiers.remote_tls import TlsFolder
+    with _packages_of(config.section):
+        # Only a store with such a tier needs its package.
+        from kvstore_tiers.remote import RemoteTier
+        from kvstore_tiers.remote_tls import TlsFolder
 
     return RemoteTier(
         config.url,
@@ -110,3 +117,14 @@ def _remote_tier(config: RemoteConfig, clock: Callable[[], float]) -> Tier:
         tls=TlsFolder(config.tls_folder),
         clock=clock,
     )
+
+
+@contextmanager
+def _packages_of(section: str) -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        raise InvalidConfig(
+            f"[{section}] needs the package {package}: pip install 'tiered-kvstore[server]'"
+        ) from error

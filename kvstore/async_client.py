@@ -1,139 +1,55 @@
 """AsyncKVStore: the asyncio client of a store."""
 
 import asyncio
-import contextlib
+import functools
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore import calls
 from kvstore.arena_link import ArenaCache
 from kvstore.async_link import AsyncLink
-from kvstore.calls import Ask, FetchResult, FetchTally, Plan, PutTally, Session, Step, Tell, Work
+from kvstore.async_session import AsyncCallSession, follow_async
+from kvstore.calls import FetchResult
+from kvstore.client_calls import Call, ClientCalls, only_block
 from kvstore.client_state import AWAY, ClientState, ClientStats, Timeouts
 from kvstore.errors import InvalidRequest, ProtocolMismatch, ServerUnavailable, TimedOut
-from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
+from kvstore.held import AsyncLease, AsyncReservation, LeasedMatch
+from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
-from kvstore.messages import Answer, Failed, FailureCode, OpenNamespace, Request
-from kvstore.outlasting import outlast
 from kvstore.results import BlockReport, EraseReport, PrefixMatch, PutResult
-from kvstore.server_address import parse_address
-from kvstore.tenant import tenant_of
-from kvstore.transfer import Buffer, SlotReader, require_writable, split_buffers
+from kvstore.server_address import parse_address, parse_http_address, refuse_http_options
+from kvstore.transfer import Buffer
 
 T = TypeVar("T")
 
-_INLINE_BYTES = 256 << 10
-"""Copies up to this size run on the loop's thread: a thread switch would cost more than the copy."""
-
 _COPY_THREADS = 2
-
-
-class _CallSession:
-    """One call on the connection."""
-
-    def __init__(
-        self,
-        link: AsyncLink,
-        state: ClientState,
-        copiers: ThreadPoolExecutor,
-        deadline_s: float,
-        namespace: Namespace | None,
-    ) -> None:
-        self._link = link
-        self._namespace = namespace
-        self._state = state
-        self._copiers = copiers
-        self._deadline_s = deadline_s
-
-    def remaining_s(self) -> float:
-        return max(0.0, self._deadline_s - time.monotonic())
-
-    def reading_arena(self) -> SlotReader:
-        if self._link.arena is None:
-            raise ServerUnavailable("server: it has no arena to fetch from")
-        return self._link.arena.reading
-
-    def writing_arena(self) -> SlotReader:
-        if self._link.arena is None:
-            raise ServerUnavailable("server: it has no arena to put into")
-        return self._link.arena.writing
-
-    def note_corrupt(self) -> None:
-        self._state.note_corrupt()
-
-    async def carry_out(self, step: Step) -> Answer | object:
-        """Do what a plan asks for, and return what it gets."""
-        if isinstance(step, Ask):
-            return await self._ask(step.request)
-        if isinstance(step, Tell):
-            self._link.tell(step.message)
-            return None
-        return await self._copy(step)
-
-    async def open_namespace(self) -> None:
-        """Tell the server of the call's namespace, if it has one."""
-        if self._namespace is not None:
-            answer = await self._link.ask(OpenNamespace(self._namespace), self._deadline_s)
-            if isinstance(answer, Failed):
-                raise answer.to_error()
-            self._link.opened.add(self._namespace.digest)
-
-    async def _ask(self, request: Request) -> Answer:
-        """Ask, once more if the server has forgotten the namespace meanwhile."""
-        answer = await self._link.ask(request, self._deadline_s)
-        if self._namespace is not None and _is_forgotten(answer):
-            await self.open_namespace()
-            answer = await self._link.ask(request, self._deadline_s)
-            if _is_forgotten(answer):
-                raise ServerUnavailable("server: it forgot the namespace again: too many are in use there")
-        return answer
-
-    async def _copy(self, work: Work) -> object:
-        """Run a copy; when the caller is cancelled, stop it and wait until it touches no buffer any more.
-
-        A lost connection stops it too: what its slots were lent for has ended.
-        """
-        link, is_abandoned = self._link, threading.Event()
-        if link.is_lost:
-            raise ServerUnavailable("server: connection lost")
-
-        def should_stop() -> bool:
-            return is_abandoned.is_set() or link.is_lost or time.monotonic() >= self._deadline_s
-
-        if work.size_bytes <= _INLINE_BYTES:
-            return work.run(should_stop)
-        running = asyncio.get_running_loop().run_in_executor(self._copiers, work.run, should_stop)
-        return await outlast(running, when_cancelled=is_abandoned.set)
-
-
-def _is_forgotten(answer: Answer) -> bool:
-    return isinstance(answer, Failed) and answer.code is FailureCode.NAMESPACE_NOT_OPEN
 
 
 class AsyncKVStore:
     """A client of a store for one event loop, with one connection on which many requests may be under way.
 
-    On the data path (match, fetch_into, get, put, prefetch) a server that is absent, dying, restarted or too
-    slow is a result, never an exception, and no call takes longer than its timeout; the connection is remade
-    by itself. Control calls (ping, stats, check, flush, drop) raise ServerUnavailable instead. Every call
-    may be cancelled: it returns only when nothing touches the caller's buffers any more, and what it had
-    leased or reserved is given back.
+    On the data path (match, exists, lease, view, fetch_into, get, reserve, put, prefetch) a server that is
+    absent, dying, restarted or too slow is a result, never an exception, and no call takes longer than its
+    timeout; the connection is remade by itself. Control calls (ping, stats, check, flush, drop and the like)
+    raise ServerUnavailable instead. Every call may be cancelled: it returns only when nothing touches the
+    caller's buffers any more, and what it had leased or reserved is given back.
 
     Every call raises InvalidRequest for what no state of the store could serve: a namespace that is not
-    open, buffers of wrong sizes, more than 10 000 keys, a negative timeout, a closed client.
+    open, buffers of wrong sizes, more than 10 000 keys, a negative timeout, a closed client, a change
+    through a read-only client.
     """
 
-    def __init__(self, path: Path, *, timeouts: Timeouts | None = None) -> None:
+    def __init__(self, path: Path, *, timeouts: Timeouts | None = None, is_read_only: bool = False) -> None:
         self._path = path
+        self._is_read_only = is_read_only
         self._state = ClientState(timeouts or Timeouts())
+        self._calls = ClientCalls(self._state, is_read_only=is_read_only)
         self._arenas = ArenaCache()
         self._link: AsyncLink | None = None
         self._connecting = asyncio.Lock()
@@ -148,16 +64,33 @@ class AsyncKVStore:
         *,
         timeout_s: float | None = None,
         timeouts: Timeouts | None = None,
-    ) -> Self:
-        """Return a client of the server at ``unix:/path`` (or a plain path).
+        is_read_only: bool = False,
+        api_key: str | None = None,
+        tls_folder: str | os.PathLike[str] | None = None,
+    ) -> "AsyncKVStore":
+        """Return a client of the server at ``unix:/path`` (or a plain path), ``http://`` or ``https://host:port``.
 
         The server need not be there yet: until it is, everything is a miss. ``timeout_s`` is the time of
-        every call of the data path; ``timeouts`` gives each kind its own.
+        every call of the data path; ``timeouts`` gives each kind its own. A client that ``is_read_only``
+        can change nothing in the store, and has no writable mapping of its memory. Over HTTP ``api_key`` says
+        who calls; ``tls_folder`` may hold ``ca.crt``, the authorities trusted (else the system's), and
+        ``tls.crt`` and ``tls.key``, shown to a server that asks for a certificate.
 
         Raises:
             InvalidConfig: the address is malformed or too long, or a timeout is not positive.
         """
-        return cls(parse_address(address), timeouts=(timeouts or Timeouts()).for_data(timeout_s))
+        times = (timeouts or Timeouts()).for_data(timeout_s)
+        where = parse_http_address(address)
+        if where is not None:
+            # Imported here because that client is made of this one.
+            from kvstore.http_client import AsyncHttpKVStore
+
+            folder = None if tls_folder is None else Path(tls_folder)
+            make = functools.partial(AsyncHttpKVStore, where, api_key=api_key, timeouts=times)
+            # Certificates are files.
+            return await asyncio.to_thread(make, tls_folder=folder, is_read_only=is_read_only)
+        refuse_http_options(api_key, tls_folder)
+        return cls(parse_address(address), timeouts=times, is_read_only=is_read_only)
 
     async def __aenter__(self) -> Self:
         return self
@@ -180,27 +113,107 @@ class AsyncKVStore:
         self._copiers.shutdown(wait=True)
         self._arenas.forget()
 
-    def open_namespace(self, namespace: Namespace) -> None:
-        """Make a namespace's chains usable; the server learns of it with the first call about it.
+    async def open_namespace(self, namespace: Namespace, *, is_public: bool = False) -> Namespace:
+        """Make a namespace's chains usable, and return the namespace to make chains of.
+
+        Here that is the one given; over a network the caller's tenant decides about its salt.
+        ``is_public`` asks for the one that all tenants share. The server learns of it with the first call.
 
         Raises:
-            InvalidRequest: its digest is open with another layout.
+            InvalidRequest: a public namespace has a tenant salt.
         """
-        self._state.open_namespace(namespace)
+        return self._calls.open_namespace(namespace, is_public=is_public)
 
+    @overload
     async def match(
-        self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
+        self,
+        chain: PrefixChain,
+        *,
+        lease: Literal[False] = False,
+        part: Part | None = None,
+        timeout_s: float | None = None,
+    ) -> PrefixMatch: ...
+    @overload
+    async def match(
+        self,
+        chain: PrefixChain,
+        *,
+        lease: Literal[True],
+        part: Part | None = None,
+        timeout_s: float | None = None,
+    ) -> LeasedMatch[AsyncLease]: ...
+    async def match(
+        self,
+        chain: PrefixChain,
+        *,
+        lease: bool = False,
+        part: Part | None = None,
+        timeout_s: float | None = None,
     ) -> PrefixMatch:
-        """Count the leading blocks that are stored, and say where. No payload moves."""
-        self._state.length_bytes(chain, part)
-        try:
-            return await self._run(
-                lambda session: calls.match_plan(session, chain, part),
-                deadline_s=self._state.deadline_s(timeout_s, self._state.timeouts.match_s),
-                namespace=chain.namespace,
-            )
-        except AWAY as error:
-            return PrefixMatch(0, (), self._state.note_away(error))
+        """Count the leading blocks that are stored, and say where. No payload moves.
+
+        With ``lease=True`` the result has a ``lease``, taken in the same round trip, on the leading blocks
+        that are in shared memory (``dram``), up to the first that is elsewhere. Release it.
+        """
+        if not lease:
+            return await self._run(self._calls.match(chain, part=part, timeout_s=timeout_s))
+        found, grant = await self._run(self._calls.match_and_lease(chain, part=part, timeout_s=timeout_s))
+        held = AsyncLease(grant, self._calls, self._run)
+        return LeasedMatch(found.blocks, found.tiers, found.reason, held)
+
+    async def exists(
+        self,
+        blocks: PrefixChain | Sequence[BlockKey],
+        *,
+        namespace: Namespace | None = None,
+        part: Part | None = None,
+        timeout_s: float | None = None,
+    ) -> list[bool]:
+        """Say for each of up to 10 000 blocks whether it is stored in any tier, in one round trip.
+
+        ``blocks`` is a chain, or any keys of an open ``namespace`` in any order. A block that a slower tier
+        does not find in time, or any block without a server, counts as not stored.
+        """
+        return await self._run(
+            self._calls.exists(blocks, namespace=namespace, part=part, timeout_s=timeout_s)
+        )
+
+    async def lease(
+        self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
+    ) -> AsyncLease:
+        """Bring the longest stored prefix into shared memory, as a fetch does, and keep it there.
+
+        Use it as in ``async with await store.lease(chain) as lease``, or release it. It lasts for the store's
+        ``lease_s`` (30 s unless configured) unless it is renewed. Without a server, or with nothing stored,
+        it has no blocks.
+        """
+        grant = await self._run(self._calls.lease(chain, part=part, timeout_s=timeout_s))
+        return AsyncLease(grant, self._calls, self._run)
+
+    async def view(self, lease: AsyncLease, *, timeout_s: float | None = None) -> list[memoryview]:
+        """Return the leased blocks in place, read-only, without a copy: one view per leading block.
+
+        Checksum and generation of each are checked first; a block that fails ends the list, so that there
+        may be fewer than ``lease.blocks``, and there are none once the lease has ended. When a lease ends,
+        views of it stay readable, but the memory may be given to another block at any time. So after using
+        the bytes ask ``lease.is_valid()``: if it says yes, they were right all along.
+        """
+        if not lease.is_valid():
+            self._state.note_ended_lease()
+            return []
+        return await self._run(self._calls.view(lease.grant, timeout_s=timeout_s))
+
+    async def reserve(
+        self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
+    ) -> AsyncReservation:
+        """Reserve memory of the store for those blocks of ``chain`` that are not stored, to write in place.
+
+        Use it as in ``async with await store.reserve(chain) as blocks``: leaving it commits the blocks, an
+        exception gives them back. It has as many as there was room for; ``result`` says afterwards what
+        became of all.
+        """
+        loan = await self._run(self._calls.reserve(chain, part=part, timeout_s=timeout_s))
+        return AsyncReservation(loan, self._calls, self._run)
 
     async def fetch_into(
         self, chain: PrefixChain, buffers: Buffer, *, part: Part | None = None, timeout_s: float | None = None
@@ -210,19 +223,21 @@ class AsyncKVStore:
         Checksum and generation of every block are checked after the copy. Buffers behind the result's
         ``blocks`` may have been written to and hold nothing of value.
         """
-        length_bytes = self._state.length_bytes(chain, part)
-        views = split_buffers(buffers, length_bytes=length_bytes, count=len(chain), what="buffers")
-        require_writable(views, "buffers")
-        return await self._fetch(chain, lambda start, stop: views[start:stop], part=part, timeout_s=timeout_s)
+        return await self._run(self._calls.fetch_into(chain, buffers, part=part, timeout_s=timeout_s))
 
     async def get(
         self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
     ) -> list[npt.NDArray[np.uint8]]:
         """Return the bytes of the longest stored prefix, one array ``[length_bytes]`` uint8 per block."""
         blocks: list[npt.NDArray[np.uint8]] = []
-        source = calls.allocate_blocks(self._state.length_bytes(chain, part), blocks)
-        result = await self._fetch(chain, source, part=part, timeout_s=timeout_s)
+        result = await self._run(self._calls.get(chain, blocks, part=part, timeout_s=timeout_s))
         return blocks[: result.blocks]
+
+    async def get_block(
+        self, block: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
+    ) -> npt.NDArray[np.uint8] | None:
+        """Return the bytes of one block (``chain[n : n + 1]``), None if it is not served."""
+        return next(iter(await self.get(only_block(block), part=part, timeout_s=timeout_s)), None)
 
     async def put(
         self,
@@ -238,39 +253,27 @@ class AsyncKVStore:
         Blocks that are present are not written again. What found no room, or no server, is dropped, and so
         is a payload whose xxh3-64 is not the one given in ``checksums``. ``doubtful`` names those blocks.
         """
-        length_bytes = self._state.length_bytes(chain, part)
-        views = split_buffers(payloads, length_bytes=length_bytes, count=len(chain), what="payloads")
-        if checksums is not None and len(checksums) != len(chain):
-            raise InvalidRequest(f"checksums: {len(checksums)} for {len(chain)} blocks")
-        tally = PutTally(len(chain))
-        with contextlib.suppress(*AWAY), self._counted():
-            await self._run(
-                lambda session: calls.put_plan(
-                    session,
-                    chain,
-                    views,
-                    part=part,
-                    length_bytes=length_bytes,
-                    checksums=checksums,
-                    tally=tally,
-                ),
-                deadline_s=self._state.deadline_s(timeout_s, self._state.timeouts.put_s),
-                namespace=chain.namespace,
-            )
-        return tally.result()
+        return await self._run(
+            self._calls.put(chain, payloads, part=part, timeout_s=timeout_s, checksums=checksums)
+        )
+
+    async def put_block(
+        self,
+        block: PrefixChain,
+        payload: Buffer,
+        *,
+        part: Part | None = None,
+        timeout_s: float | None = None,
+    ) -> bool:
+        """Store one block (``chain[n : n + 1]``); True if it is stored now, by this call or before."""
+        put = await self.put(only_block(block), payload, part=part, timeout_s=timeout_s)
+        return put.dropped == 0
 
     async def prefetch(
         self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
     ) -> int:
         """Load stored leading blocks into the top tier; returns how many are there (0 without a server)."""
-        self._state.length_bytes(chain, part)
-        with contextlib.suppress(*AWAY), self._counted():
-            return await self._run(
-                lambda session: calls.prefetch_plan(session, chain, part),
-                deadline_s=self._state.deadline_s(timeout_s, self._state.timeouts.fetch_s),
-                namespace=chain.namespace,
-            )
-        return 0
+        return await self._run(self._calls.prefetch(chain, part=part, timeout_s=timeout_s))
 
     async def drop(
         self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
@@ -280,10 +283,7 @@ class AsyncKVStore:
         Raises:
             ServerUnavailable: no server answers in time.
         """
-        self._state.length_bytes(chain, part)
-        return await self._control(
-            lambda session: calls.drop_plan(session, chain, part), timeout_s, namespace=chain.namespace
-        )
+        return await self._run(self._calls.drop(chain, part=part, timeout_s=timeout_s))
 
     async def demote(
         self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
@@ -295,10 +295,7 @@ class AsyncKVStore:
         Raises:
             ServerUnavailable: no server answers in time.
         """
-        self._state.length_bytes(chain, part)
-        return await self._control(
-            lambda session: calls.demote_plan(session, chain, part), timeout_s, namespace=chain.namespace
-        )
+        return await self._run(self._calls.demote(chain, part=part, timeout_s=timeout_s))
 
     async def why(
         self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
@@ -308,10 +305,7 @@ class AsyncKVStore:
         Raises:
             ServerUnavailable: no server answers in time.
         """
-        self._state.length_bytes(chain, part)
-        return await self._control(
-            lambda session: calls.why_plan(session, chain, part), timeout_s, namespace=chain.namespace
-        )
+        return await self._run(self._calls.why(chain, part=part, timeout_s=timeout_s))
 
     async def advance_epoch(self, model: str, *, timeout_s: float | None = None) -> int:
         """Make every block stored for a model so far unreachable, on all nodes; returns the new epoch.
@@ -321,7 +315,7 @@ class AsyncKVStore:
         Raises:
             ServerUnavailable: no server answers in time.
         """
-        return await self._control(lambda _: calls.advance_epoch_plan(model), timeout_s)
+        return await self._run(self._calls.advance_epoch(model, timeout_s=timeout_s))
 
     async def erase_tenant(self, salt: bytes, *, timeout_s: float | None = None) -> EraseReport:
         """Destroy the key of the tenant with that salt, on all nodes, and forget its blocks.
@@ -334,7 +328,7 @@ class AsyncKVStore:
             TierUnavailable: the store does not have the right master key.
             ServerUnavailable: no server answers in time.
         """
-        return await self._control(lambda _: calls.erase_plan(tenant_of(salt), None), timeout_s)
+        return await self._run(self._calls.erase_tenant(salt, timeout_s=timeout_s))
 
     async def erase_tenant_of(
         self, namespace: NamespaceDigest, *, timeout_s: float | None = None
@@ -346,7 +340,7 @@ class AsyncKVStore:
             TierUnavailable: the store does not have the right master key.
             ServerUnavailable: no server answers in time.
         """
-        return await self._control(lambda _: calls.erase_plan(None, namespace), timeout_s)
+        return await self._run(self._calls.erase_tenant_of(namespace, timeout_s=timeout_s))
 
     async def namespaces(self, *, timeout_s: float | None = None) -> list[Namespace]:
         """Return the namespaces that clients of the server opened, without their salts.
@@ -354,7 +348,7 @@ class AsyncKVStore:
         Raises:
             ServerUnavailable: no server answers in time.
         """
-        return await self._control(lambda _: calls.namespaces_plan(), timeout_s)
+        return await self._run(self._calls.namespaces(timeout_s=timeout_s))
 
     async def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until everything put has been written through; False if time ran out.
@@ -362,7 +356,7 @@ class AsyncKVStore:
         Raises:
             ServerUnavailable: no server answers in time.
         """
-        return await self._control(calls.flush_plan, timeout_s)
+        return await self._run(self._calls.flush(timeout_s=timeout_s))
 
     async def stats(self, *, timeout_s: float | None = None) -> dict[str, Any]:  # Any: JSON
         """Return the server's counters and occupancy.
@@ -370,7 +364,7 @@ class AsyncKVStore:
         Raises:
             ServerUnavailable: no server answers in time.
         """
-        return await self._control(lambda _: calls.stats_plan(), timeout_s)
+        return await self._run(self._calls.stats(timeout_s=timeout_s))
 
     async def check(self, sample_blocks: int = 64, *, timeout_s: float | None = None) -> list[str]:
         """Have the server verify its invariants and a sample of checksums; one line per violation.
@@ -380,7 +374,7 @@ class AsyncKVStore:
         Raises:
             ServerUnavailable: no server answers in time.
         """
-        return await self._control(lambda session: calls.check_plan(session, sample_blocks), timeout_s)
+        return await self._run(self._calls.check(sample_blocks, timeout_s=timeout_s))
 
     async def ping(self, *, timeout_s: float | None = None) -> None:
         """Return if the server answers.
@@ -389,7 +383,21 @@ class AsyncKVStore:
             ServerUnavailable: no server answers in time.
             ProtocolMismatch: it speaks another version of the protocol.
         """
-        await self._control(lambda _: calls.ping_plan(), timeout_s)
+        await self._run(self._calls.ping(timeout_s=timeout_s))
+
+    async def register_with_cuda(self, *, timeout_s: float | None = None) -> str:
+        """Pin the store's shared memory for the CUDA device of this process, so that copies need no staging.
+
+        Returns ``registered``, or a clause that says why not; everything works without. It goes through
+        PyTorch or CuPy if one of them is loaded, else through the CUDA runtime library. Call it again after
+        a restart of the server (``client_stats().server_restarts``). Compiled and type-checked only where
+        there is no GPU.
+
+        Raises:
+            ServerUnavailable: no server answers in time.
+        """
+        arena = await self._run(self._calls.arena(timeout_s=timeout_s))
+        return await asyncio.to_thread(self._arenas.register_with_cuda, arena)
 
     @property
     def timeouts(self) -> Timeouts:
@@ -405,70 +413,35 @@ class AsyncKVStore:
         """Return what happened to this client since it was made."""
         return self._state.stats
 
-    async def _fetch(
-        self,
-        chain: PrefixChain,
-        buffers: calls.BufferSource,
-        *,
-        part: Part | None,
-        timeout_s: float | None,
-    ) -> FetchResult:
-        tally = FetchTally()
-        length_bytes = self._state.length_bytes(chain, part)
+    async def _run(self, call: Call[T]) -> T:
+        """Carry a call out; what it comes to when the store does not serve it is the call's affair."""
         try:
-            reason = await self._run(
-                lambda session: calls.fetch_plan(
-                    session, chain, part=part, length_bytes=length_bytes, buffers=buffers, tally=tally
-                ),
-                deadline_s=self._state.deadline_s(timeout_s, self._state.timeouts.fetch_s),
-                namespace=chain.namespace,
-            )
+            return await self._carry_out(call)
         except AWAY as error:
-            reason = None if tally.blocks == len(chain) else self._state.note_away(error)
-        return tally.result(reason)
-
-    async def _control(
-        self,
-        make_plan: Callable[[Session], Plan[T]],
-        timeout_s: float | None,
-        *,
-        namespace: NamespaceDigest | None = None,
-    ) -> T:
-        deadline_s = self._state.deadline_s(timeout_s, self._state.timeouts.control_s)
-        return await self._run(make_plan, deadline_s=deadline_s, namespace=namespace, is_control=True)
-
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        try:
-            yield
-        except AWAY as error:
-            self._state.note_away(error)
-            raise
-
-    async def _run(
-        self,
-        make_plan: Callable[[Session], Plan[T]],
-        *,
-        deadline_s: float,
-        namespace: NamespaceDigest | None = None,
-        is_control: bool = False,
-    ) -> T:
-        try:
-            link = await self._open_link(deadline_s, is_control=is_control)
-            try:
-                space = None if namespace is None else self._state.namespace(namespace)
-                session = _CallSession(link, self._state, self._copiers, deadline_s, space)
-                if namespace is not None and namespace not in link.opened:
-                    await session.open_namespace()
-                return await _follow(make_plan(session), session)
-            except ProtocolMismatch:
-                # Only the connection that said it: others may have made a new one meanwhile.
-                if self._link is link:
-                    self._link = None
-                await link.close()
+            if isinstance(error, ProtocolMismatch):
+                self._state.note_protocol_error()
+            if call.when_away is None:
                 raise
+            return call.when_away(error)
+
+    async def _carry_out(self, call: Call[T]) -> T:
+        if call.holder is None:
+            link = await self._open_link(call.deadline_s, is_control=call.is_control)
+        elif self._link is not None and self._link is call.holder and self._link.is_open:
+            link = self._link
+        else:
+            raise ServerUnavailable("server: the connection that held it has ended, and it with that")
+        try:
+            space = None if call.namespace is None else self._state.namespace(call.namespace)
+            session = AsyncCallSession(link, self._state, self._copiers, call.deadline_s, space)
+            if call.namespace is not None and call.namespace not in link.opened:
+                await session.open_namespace()
+            return await follow_async(call.make_plan(session), session)
         except ProtocolMismatch:
-            self._state.note_protocol_error()
+            # Only the connection that said it: others may have made a new one meanwhile.
+            if self._link is link:
+                self._link = None
+            await link.close()
             raise
 
     async def _open_link(self, deadline_s: float, *, is_control: bool) -> AsyncLink:
@@ -494,7 +467,9 @@ class AsyncKVStore:
 
     async def _connect(self) -> AsyncLink:
         """Make the connection in a task of its own, which ends with the caller's call and with ``close``."""
-        self._attempt = attempt = asyncio.create_task(AsyncLink.open(self._path, self._arenas))
+        self._attempt = attempt = asyncio.create_task(
+            AsyncLink.open(self._path, self._arenas, is_read_only=self._is_read_only)
+        )
         try:
             await asyncio.wait([attempt])
             if attempt.cancelled() or self._is_closed:
@@ -515,19 +490,3 @@ def _discard(attempt: "asyncio.Task[AsyncLink]") -> None:
     """End a connection that nobody takes."""
     if not attempt.cancelled() and attempt.exception() is None:
         attempt.result().abort()
-
-
-async def _follow(plan: Plan[T], session: _CallSession) -> T:
-    """Carry out a plan's steps until it returns."""
-    try:
-        step = next(plan)
-        while True:
-            try:
-                outcome = await session.carry_out(step)
-            except BaseException as error:  # whatever it is, the plan gives back what it holds and re-raises
-                step = plan.throw(error)
-            else:
-                step = plan.send(outcome)
-    except StopIteration as end:
-        value: T = end.value
-        return value

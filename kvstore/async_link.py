@@ -17,19 +17,9 @@ from typing import NamedTuple
 from kvstore.arena_link import ArenaCache, MappedArena
 from kvstore.errors import ProtocolMismatch, ServerUnavailable, TimedOut
 from kvstore.keys import NamespaceDigest
+from kvstore.lending import giving_back
 from kvstore.link import accept_greeting, close_all, greeting, receive_greeting
-from kvstore.messages import (
-    Answer,
-    Lent,
-    Ready,
-    Release,
-    Request,
-    ReturnSlots,
-    UnusedSlot,
-    Welcome,
-    decode_answer,
-    encode_message,
-)
+from kvstore.messages import Answer, Request, Welcome, decode_answer, encode_message
 from kvstore.wire import Frame, FrameDecoder
 
 _SILENCE_S = 1.0
@@ -58,8 +48,8 @@ class AsyncLink(asyncio.Protocol):
         self._closed = asyncio.Event()
 
     @classmethod
-    async def open(cls, path: Path, arenas: ArenaCache) -> "AsyncLink":
-        """Connect and greet. The caller bounds the time.
+    async def open(cls, path: Path, arenas: ArenaCache, *, is_read_only: bool = False) -> "AsyncLink":
+        """Connect and greet, with ``is_read_only`` as a client that never writes. The caller bounds the time.
 
         Raises:
             ServerUnavailable: nobody answers.
@@ -69,7 +59,7 @@ class AsyncLink(asyncio.Protocol):
         try:
             loop = asyncio.get_running_loop()
             await loop.sock_connect(sock, os.fspath(path))
-            link = cls(sock, *await _greet(sock, arenas))
+            link = cls(sock, *await _greet(sock, arenas, is_read_only=is_read_only))
             await loop.create_unix_connection(lambda: link, sock=sock)
         except OSError as error:
             sock.close()
@@ -207,10 +197,9 @@ class AsyncLink(asyncio.Protocol):
 
     def _give_back(self, answer: Answer) -> None:
         """End what an answer lent that nobody takes any more."""
-        if isinstance(answer, Ready) and answer.lease is not None:
-            self.tell(Release(answer.lease))
-        elif isinstance(answer, Lent) and answer.slots:
-            self.tell(ReturnSlots(tuple([UnusedSlot(at.offset, at.generation) for at in answer.slots])))
+        message = giving_back(answer)
+        if message is not None:
+            self.tell(message)
 
     def _fail(self, error: ServerUnavailable | ProtocolMismatch) -> None:
         for waiting in self._waiting.values():
@@ -225,12 +214,14 @@ def _retrieve(answer: "asyncio.Future[Answer]") -> None:
         answer.exception()
 
 
-async def _greet(sock: socket.socket, arenas: ArenaCache) -> tuple[Welcome, MappedArena | None]:
+async def _greet(
+    sock: socket.socket, arenas: ArenaCache, *, is_read_only: bool
+) -> tuple[Welcome, MappedArena | None]:
     loop = asyncio.get_running_loop()
     decoder, fds = FrameDecoder(), array.array("i")
     try:
         with contextlib.suppress(ConnectionError):  # a refusal may already lie in our receive buffer
-            await loop.sock_sendall(sock, greeting())
+            await loop.sock_sendall(sock, greeting(is_read_only=is_read_only))
         while True:
             await _readable(sock)
             try:

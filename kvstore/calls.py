@@ -12,8 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-import numpy as np
-
+from kvstore.arena_link import MappedArena
 from kvstore.errors import (
     CorruptBlock,
     InvalidLayout,
@@ -38,7 +37,6 @@ from kvstore.messages import (
     Drop,
     Erase,
     Failed,
-    Fetch,
     Flush,
     Lent,
     LentSlot,
@@ -47,9 +45,6 @@ from kvstore.messages import (
     Matched,
     Ping,
     Prefetch,
-    Ready,
-    ReadySlot,
-    Release,
     Report,
     Request,
     Reserve,
@@ -63,7 +58,7 @@ from kvstore.messages import (
 from kvstore.miss import MissReason
 from kvstore.results import BlockReport, EraseReport, PrefixMatch, PutResult
 from kvstore.tenant import TenantId
-from kvstore.transfer import Bytes, ReadEnd, SlotReader, read_slots, write_slots
+from kvstore.transfer import Bytes, SlotReader, write_slots
 from kvstore.wire import MAX_KEYS
 
 WINDOW_BYTES = 128 << 20
@@ -119,8 +114,20 @@ A = TypeVar("A", bound=Answer)
 Plan: TypeAlias = Generator[Step, Any, T]  # Any: what a step gives back depends on the step
 
 
+class Connection(Protocol):
+    """The connection that what is lent belongs to; with it ends all that was lent on it."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has ended, as far as this process knows."""
+
+
 class Session(Protocol):
     """What a plan may know of the connection that carries out its steps."""
+
+    @property
+    def connection(self) -> Connection:
+        """The connection itself."""
 
     def remaining_s(self) -> float:
         """Seconds until the call must be over; not negative."""
@@ -129,13 +136,22 @@ class Session(Protocol):
         """Return the arena for reading. Raises ServerUnavailable if the server has none."""
 
     def writing_arena(self) -> SlotReader:
-        """Return the arena for writing. Raises ServerUnavailable if the server has none."""
+        """Return the arena for writing. Raises ServerUnavailable if the server has sent none."""
+
+    def mapped_arena(self) -> MappedArena:
+        """Return the arena as it is mapped here. Raises ServerUnavailable if the server has none."""
 
     def note_corrupt(self) -> None:
         """Count a block whose bytes were wrong."""
 
 
-def _ask(request: Request, expected: type[A]) -> Plan[A]:
+def ask_for(request: Request, expected: type[A]) -> Plan[A]:
+    """Ask, and return the answer if it is of the expected kind.
+
+    Raises:
+        KVStoreError: the error that the server answered with.
+        ProtocolMismatch: an answer of another kind.
+    """
     answer = yield Ask(request)
     if isinstance(answer, Failed):
         raise answer.to_error()
@@ -144,22 +160,28 @@ def _ask(request: Request, expected: type[A]) -> Plan[A]:
     return answer
 
 
-def _server_timeout_us(session: Session) -> int:
+def server_timeout_us(session: Session) -> int:
+    """Return how long the server may take, in microseconds."""
+    return time_for_server_us(session.remaining_s())
+
+
+def time_for_server_us(remaining_s: float) -> int:
+    """Return how much of what is left of a call's time is the server's, in microseconds."""
     # The server must end first, or its answer would arrive when nobody waits any more.
-    remaining_s = session.remaining_s()
     return timeout_us(remaining_s - min(_ANSWER_RESERVE_S, remaining_s / 4))
 
 
-def _check_keys(chain: PrefixChain) -> None:
+def check_keys(chain: PrefixChain) -> None:
+    """Raise InvalidRequest if a chain names more blocks than a request may."""
     if len(chain) > MAX_KEYS:
         raise InvalidRequest(f"chain: {len(chain)} keys, limit {MAX_KEYS}: split it")
 
 
 def match_plan(session: Session, chain: PrefixChain, part: Part | None) -> Plan[PrefixMatch]:
     """Count the leading blocks that are stored."""
-    _check_keys(chain)
+    check_keys(chain)
     about = ChainRef(chain, part)
-    answer = yield from _ask(Match(about, _server_timeout_us(session)), Matched)
+    answer = yield from ask_for(Match(about, server_timeout_us(session)), Matched)
     tiers = answer.tiers.expand()
     if len(tiers) > len(chain):
         raise ProtocolMismatch(f"answer: {len(tiers)} blocks match a chain of {len(chain)}")
@@ -168,29 +190,29 @@ def match_plan(session: Session, chain: PrefixChain, part: Part | None) -> Plan[
 
 def prefetch_plan(session: Session, chain: PrefixChain, part: Part | None) -> Plan[int]:
     """Load stored leading blocks into the top tier."""
-    _check_keys(chain)
-    answer = yield from _ask(Prefetch(ChainRef(chain, part), _server_timeout_us(session)), Count)
+    check_keys(chain)
+    answer = yield from ask_for(Prefetch(ChainRef(chain, part), server_timeout_us(session)), Count)
     return answer.count
 
 
 def drop_plan(session: Session, chain: PrefixChain, part: Part | None) -> Plan[int]:
     """Forget every copy of these blocks that is not leased."""
-    _check_keys(chain)
-    answer = yield from _ask(Drop(ChainRef(chain, part), _server_timeout_us(session)), Count)
+    check_keys(chain)
+    answer = yield from ask_for(Drop(ChainRef(chain, part), server_timeout_us(session)), Count)
     return answer.count
 
 
 def demote_plan(session: Session, chain: PrefixChain, part: Part | None) -> Plan[int]:
     """Write blocks to a tier below and take them out of the top tier."""
-    _check_keys(chain)
-    answer = yield from _ask(Demote(ChainRef(chain, part), _server_timeout_us(session)), Count)
+    check_keys(chain)
+    answer = yield from ask_for(Demote(ChainRef(chain, part), server_timeout_us(session)), Count)
     return answer.count
 
 
 def why_plan(session: Session, chain: PrefixChain, part: Part | None) -> Plan[list[BlockReport]]:
     """Explain the blocks of a chain."""
-    _check_keys(chain)
-    answer = yield from _ask(Why(ChainRef(chain, part), _server_timeout_us(session)), Report)
+    check_keys(chain)
+    answer = yield from ask_for(Why(ChainRef(chain, part), server_timeout_us(session)), Report)
     try:
         return [BlockReport.from_dict(item) for item in _load_list(answer.json)]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -199,13 +221,13 @@ def why_plan(session: Session, chain: PrefixChain, part: Part | None) -> Plan[li
 
 def advance_epoch_plan(model: str) -> Plan[int]:
     """End the present epoch of a model."""
-    answer = yield from _ask(AdvanceEpoch(model), Count)
+    answer = yield from ask_for(AdvanceEpoch(model), Count)
     return answer.count
 
 
 def namespaces_plan() -> Plan[list[Namespace]]:
     """Ask for the namespaces that clients opened."""
-    answer = yield from _ask(ListNamespaces(), Report)
+    answer = yield from ask_for(ListNamespaces(), Report)
     try:
         return [
             Namespace(**{**item, "layout": KVLayout(**item["layout"])}) for item in _load_list(answer.json)
@@ -216,7 +238,7 @@ def namespaces_plan() -> Plan[list[Namespace]]:
 
 def erase_plan(tenant: TenantId | None, namespace: NamespaceDigest | None) -> Plan[EraseReport]:
     """Destroy the key of a tenant, or of that of an open namespace."""
-    answer = yield from _ask(Erase(tenant, namespace), Report)
+    answer = yield from ask_for(Erase(tenant, namespace), Report)
     try:
         value = _load_json(answer.json)
         if not isinstance(value, dict):
@@ -228,18 +250,24 @@ def erase_plan(tenant: TenantId | None, namespace: NamespaceDigest | None) -> Pl
 
 def ping_plan() -> Plan[None]:
     """Ask whether the server answers."""
-    yield from _ask(Ping(), Done)
+    yield from ask_for(Ping(), Done)
+
+
+def arena_plan(session: Session) -> Plan[MappedArena]:
+    """Make sure that the server answers, and return its arena."""
+    yield from ask_for(Ping(), Done)
+    return session.mapped_arena()
 
 
 def flush_plan(session: Session) -> Plan[bool]:
     """Wait until what was put has been written through."""
-    answer = yield from _ask(Flush(_server_timeout_us(session)), Count)
+    answer = yield from ask_for(Flush(server_timeout_us(session)), Count)
     return answer.count > 0
 
 
 def stats_plan() -> Plan[dict[str, Any]]:
     """Ask for counters and occupancy."""
-    answer = yield from _ask(Stats(), Report)
+    answer = yield from ask_for(Stats(), Report)
     value = _load_json(answer.json)
     if not isinstance(value, dict):
         raise ProtocolMismatch("answer: stats are not a JSON object")
@@ -248,97 +276,11 @@ def stats_plan() -> Plan[dict[str, Any]]:
 
 def check_plan(session: Session, sample_blocks: int) -> Plan[list[str]]:
     """Have the server verify its invariants; one line per violation."""
-    answer = yield from _ask(Check(sample_blocks, _server_timeout_us(session)), Report)
+    answer = yield from ask_for(Check(sample_blocks, server_timeout_us(session)), Report)
     value = _load_json(answer.json)
     if not isinstance(value, list) or not all(isinstance(line, str) for line in value):
         raise ProtocolMismatch("answer: check's lines are not a JSON list of texts")
     return value
-
-
-class FetchTally:
-    """What a fetch has copied so far; kept outside the plan, so that a lost server does not lose it."""
-
-    def __init__(self) -> None:
-        self._slots: list[ReadySlot] = []
-        self._origins: list[str] = []
-
-    @property
-    def blocks(self) -> int:
-        """Leading blocks copied and verified."""
-        return len(self._slots)
-
-    def add(self, slots: Sequence[ReadySlot], origins: Sequence[str]) -> None:
-        """Note verified blocks."""
-        self._slots.extend(slots)
-        self._origins.extend(origins)
-
-    def result(self, reason: MissReason | None) -> FetchResult:
-        """Return the result of the call."""
-        checksums = tuple([slot.checksum for slot in self._slots])
-        return FetchResult(len(self._slots), tuple(self._origins), checksums, reason)
-
-
-BufferSource: TypeAlias = Callable[[int, int], Sequence[Bytes]]
-"""Gives the buffers of blocks start to stop of the chain; called when they are known to be stored."""
-
-
-def fetch_plan(
-    session: Session,
-    chain: PrefixChain,
-    *,
-    part: Part | None,
-    length_bytes: int,
-    buffers: BufferSource,
-    tally: FetchTally,
-) -> Plan[MissReason | None]:
-    """Copy the longest stored prefix into buffers, window by window; returns why it ended early."""
-    _check_keys(chain)
-    window = _window_blocks(length_bytes)
-    for start in range(0, len(chain), window):
-        about = ChainRef(chain[start : start + window], part)
-        answer = yield from _ask(Fetch(about, _server_timeout_us(session)), Ready)
-        if len(answer.slots) > len(about.chain) or (answer.slots and answer.length_bytes != length_bytes):
-            raise ProtocolMismatch("answer: fetched blocks do not fit the request")
-        reason = yield from _copy_out(session, about, answer, buffers=buffers, start=start, tally=tally)
-        if reason is not None:
-            return reason
-        if len(answer.slots) < len(about.chain):
-            return answer.reason or MissReason.UNAVAILABLE
-    return None
-
-
-def _copy_out(
-    session: Session,
-    about: ChainRef,
-    answer: Ready,
-    *,
-    buffers: BufferSource,
-    start: int,
-    tally: FetchTally,
-) -> Plan[MissReason | None]:
-    if answer.lease is None:
-        return None
-    corrupt: ChainRef | None = None
-    try:
-        arena = session.reading_arena()
-        targets = buffers(start, start + len(answer.slots))
-
-        def copy(should_stop: Callable[[], bool]) -> tuple[int, ReadEnd]:
-            return read_slots(arena, answer.slots, targets, should_stop)
-
-        end: ReadEnd
-        good, end = yield Work(copy, len(targets) * answer.length_bytes)
-        tally.add(answer.slots[:good], answer.origins.expand()[:good])
-        if end is ReadEnd.ALL:
-            return None
-        if end is ReadEnd.STOPPED:
-            return MissReason.UNAVAILABLE if session.remaining_s() > 0 else MissReason.TIMED_OUT
-        session.note_corrupt()
-        if end is ReadEnd.DAMAGED:
-            corrupt = ChainRef(about.chain[good : good + 1], about.part)
-        return MissReason.CORRUPT
-    finally:
-        yield Tell(Release(answer.lease, corrupt))
 
 
 class PutTally:
@@ -379,6 +321,16 @@ class PutTally:
         return PutResult(self._stored, self._present, dropped, doubtful)
 
 
+def ask_for_slots(session: Session, about: ChainRef, start: int, tally: PutTally) -> Plan[Lent]:
+    """Ask for slots for the blocks that are not stored; ``start`` is where the blocks are in the tally."""
+    lent = yield from ask_for(Reserve(about, server_timeout_us(session)), Lent)
+    room = len(about.chain) - lent.present
+    if len(lent.slots) > room or (lent.slots and lent.slots[-1].position >= len(about.chain)):
+        raise ProtocolMismatch("answer: lent slots do not fit the request")
+    tally.note_lent(start, len(about.chain), lent)
+    return lent
+
+
 def put_plan(
     session: Session,
     chain: PrefixChain,
@@ -390,18 +342,14 @@ def put_plan(
     tally: PutTally,
 ) -> Plan[None]:
     """Store blocks that are not stored yet, window by window."""
-    _check_keys(chain)
-    window = _window_blocks(length_bytes)
+    check_keys(chain)
+    window = window_blocks(length_bytes)
     for start in range(0, len(chain), window):
         about = ChainRef(chain[start : start + window], part)
         try:
-            lent = yield from _ask(Reserve(about, _server_timeout_us(session)), Lent)
+            lent = yield from ask_for_slots(session, about, start, tally)
         except (TierFull, TierUnavailable):
             return
-        room = len(about.chain) - lent.present
-        if len(lent.slots) > room or (lent.slots and lent.slots[-1].position >= len(about.chain)):
-            raise ProtocolMismatch("answer: lent slots do not fit the request")
-        tally.note_lent(start, len(about.chain), lent)
         if lent.slots:
             yield from _write_and_commit(
                 session,
@@ -412,7 +360,7 @@ def put_plan(
                 checksums=None if checksums is None else checksums[start:],
                 tally=tally,
             )
-        if len(lent.slots) < room or session.remaining_s() <= 0:
+        if len(lent.slots) < len(about.chain) - lent.present or session.remaining_s() <= 0:
             return
 
 
@@ -437,7 +385,7 @@ def _write_and_commit(
 
         written: list[WrittenSlot] = yield Work(copy, sum(map(len, sources)))
         if written:
-            stored = yield from _ask(Commit(about, tuple(written)), Count)
+            stored = yield from ask_for(Commit(about, tuple(written)), Count)
             if stored.count > len(written):
                 raise ProtocolMismatch("answer: more blocks stored than were committed")
             tally.note_stored(start, written, stored.count)
@@ -456,17 +404,8 @@ def miss_reason(error: KVStoreError) -> MissReason:
     return MissReason.CORRUPT if isinstance(error, CorruptBlock) else MissReason.UNAVAILABLE
 
 
-def allocate_blocks(length_bytes: int, into: list[Bytes]) -> BufferSource:
-    """Return a source that makes one array per block when it is needed, and collects them in ``into``."""
-
-    def make(start: int, stop: int) -> Sequence[Bytes]:
-        into.extend(np.empty(length_bytes, np.uint8) for _ in range(stop - start))
-        return into[start:stop]
-
-    return make
-
-
-def _window_blocks(length_bytes: int) -> int:
+def window_blocks(length_bytes: int) -> int:
+    """Return how many blocks one request of a larger call is about."""
     return max(1, min(_MAX_WINDOW_BLOCKS, WINDOW_BYTES // max(1, length_bytes)))
 
 

@@ -23,13 +23,17 @@ ByteBuffer = memoryview | bytes | bytearray | npt.NDArray[np.uint8]
 """Contiguous bytes; a memoryview of any format is read as bytes."""
 
 STEP_BYTES = 1 << 20
-"""Bytes copied before they are summed."""
+"""Bytes copied out of an arena before they are summed."""
+
+SOURCE_STEP_BYTES = 1 << 19
+"""Bytes copied into an arena before they are summed."""
 
 
 def as_bytes_array(buffer: ByteBuffer) -> npt.NDArray[np.uint8]:
     """Return a flat uint8 array over the same memory, read-only if the buffer is."""
     if isinstance(buffer, np.ndarray):
-        return buffer.reshape(-1).view(np.uint8)
+        is_flat = buffer.ndim == 1 and buffer.dtype == np.uint8
+        return buffer if is_flat else buffer.reshape(-1).view(np.uint8)
     return np.frombuffer(buffer, dtype=np.uint8)
 
 
@@ -40,13 +44,35 @@ def checksum(buffer: ByteBuffer) -> int:
     return xxhash.xxh3_64_intdigest(as_bytes_array(buffer))  # type: ignore[arg-type]  # takes any buffer
 
 
+class RunningChecksum:
+    """The xxh3-64 of bytes that come in pieces, each summed while it is in cache. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_64()
+
+    def add(self, piece: memoryview) -> None:
+        """Add the bytes of a piece; releases the GIL."""
+        self._digest.update(piece)
+
+    @property
+    def value(self) -> int:
+        """The sum of what was added so far."""
+        return self._digest.intdigest()
+
+
 def copy_with_checksum(destination: ByteBuffer, source: ByteBuffer, *, step_bytes: int = STEP_BYTES) -> int:
     """Copy ``source`` to ``destination`` and return the xxh3-64 of what arrived there.
 
     Raises:
         InvalidRequest: the two differ in length.
     """
-    target, origin = _paired(destination, source)
+    return copy_array_with_checksum(*_paired(destination, source), step_bytes=step_bytes)
+
+
+def copy_array_with_checksum(
+    target: npt.NDArray[np.uint8], origin: npt.NDArray[np.uint8], *, step_bytes: int = STEP_BYTES
+) -> int:
+    """As ``copy_with_checksum``, of flat arrays of one length."""
     if len(origin) <= step_bytes:
         np.copyto(target, origin)
         return xxhash.xxh3_64_intdigest(target)  # type: ignore[arg-type]  # takes any buffer
@@ -63,7 +89,7 @@ def copy_with_source_checksum(
     source: ByteBuffer,
     *,
     may_go_on: Callable[[], bool] = lambda: True,
-    step_bytes: int = STEP_BYTES,
+    step_bytes: int = SOURCE_STEP_BYTES,
 ) -> int | None:
     """Copy ``source`` to ``destination`` and return the xxh3-64 of the source.
 

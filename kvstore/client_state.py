@@ -31,7 +31,11 @@ _LONGEST_PAUSE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds that a call may take when it is not told otherwise."""
+    """Seconds that a call may take when it is not told otherwise.
+
+    ``match_s``: match, exists, and renewing a lease; ``fetch_s``: fetch, get, prefetch, lease and view;
+    ``put_s``: put, reserve and commit; ``control_s``: everything else.
+    """
 
     match_s: float = 0.05
     fetch_s: float = 1.0
@@ -53,7 +57,9 @@ class ClientStats:
 
     ``connects`` counts connections made, ``server_restarts`` those that met another server instance than
     the one before; ``timeouts`` and ``unavailable`` calls that ended so; ``checksum_failures`` blocks whose
-    bytes were wrong after the copy; ``protocol_errors`` connections closed because of what the server sent.
+    bytes were wrong after the copy or in place; ``protocol_errors`` connections closed because of what the
+    server sent; ``ended_leases`` views that were asked of a lease which had ended; ``refused`` calls of the
+    data path that the server does not allow this caller (its key is gone, say).
     """
 
     connects: int = 0
@@ -62,6 +68,8 @@ class ClientStats:
     unavailable: int = 0
     checksum_failures: int = 0
     protocol_errors: int = 0
+    refused: int = 0
+    ended_leases: int = 0
 
 
 class ClientState:
@@ -72,6 +80,8 @@ class ClientState:
         self.clock = clock
         self._lock = threading.Lock()
         self._namespaces: dict[NamespaceDigest, Namespace] = {}
+        self._public: set[NamespaceDigest] = set()
+        self._lengths: dict[NamespaceDigest, tuple[int, int]] = {}  # tokens and bytes of a block
         self._stats = ClientStats()
         self._instance: bytes | None = None
         self._pause_s = 0.0
@@ -80,7 +90,18 @@ class ClientState:
     def open_namespace(self, namespace: Namespace) -> None:
         """Make a namespace's chains usable in this client."""
         with self._lock:
-            self._namespaces[namespace.digest] = namespace
+            digest, layout = namespace.digest, namespace.layout
+            self._lengths[digest] = layout.block_tokens, layout.block_bytes
+            self._namespaces[digest] = namespace
+
+    def note_public(self, digest: NamespaceDigest) -> None:
+        """Remember that a namespace was opened as one that tenants share."""
+        with self._lock:
+            self._public.add(digest)
+
+    def is_public(self, digest: NamespaceDigest) -> bool:
+        """Whether a namespace was opened as one that tenants share."""
+        return digest in self._public
 
     def namespace(self, digest: NamespaceDigest) -> Namespace:
         """Return an open namespace. Raises InvalidRequest if it is not open."""
@@ -99,11 +120,12 @@ class ClientState:
             InvalidLayout: the part is not within the layout.
         """
         layout = self.namespace(chain.namespace).layout
-        if chain.block_tokens != layout.block_tokens:
+        block_tokens, block_bytes = self._lengths[chain.namespace]
+        if chain.block_tokens != block_tokens:
             raise InvalidRequest(
-                f"chain: blocks of {chain.block_tokens} tokens, the namespace has {layout.block_tokens}"
+                f"chain: blocks of {chain.block_tokens} tokens, the namespace has {block_tokens}"
             )
-        return layout.block_bytes if part is None else layout.part_bytes(part)
+        return block_bytes if part is None else layout.part_bytes(part)
 
     def deadline_s(self, timeout_s: float | None, default_s: float) -> float:
         """Return the instant at which a call must be over.
@@ -141,6 +163,11 @@ class ClientState:
         with self._lock:
             self._stats = replace(self._stats, protocol_errors=self._stats.protocol_errors + 1)
 
+    def note_ended_lease(self) -> None:
+        """Count a view of a lease that has ended."""
+        with self._lock:
+            self._stats = replace(self._stats, ended_leases=self._stats.ended_leases + 1)
+
     def note_connected(self, instance: bytes) -> None:
         """Count a connection, and a restart if the instance is another than before."""
         with self._lock:
@@ -149,6 +176,17 @@ class ClientState:
             self._stats = replace(at, connects=at.connects + 1, server_restarts=restarts)
             self._instance = instance
             self._pause_s = self._closed_until_s = 0.0
+
+    def note_linked(self) -> None:
+        """Count a connection to a server that does not say which instance it is."""
+        with self._lock:
+            self._stats = replace(self._stats, connects=self._stats.connects + 1)
+            self._pause_s = self._closed_until_s = 0.0
+
+    def note_refused(self) -> None:
+        """Count a call that the server refused to this caller."""
+        with self._lock:
+            self._stats = replace(self._stats, refused=self._stats.refused + 1)
 
     def note_not_connected(self) -> None:
         """Count a failed attempt to connect: calls of the data path do not try again for a while."""

@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
-from kvstore.config_values import BadValue, Kind, Rule, size_text
+from kvstore.config_values import BadValue, Kind, Rule, is_loopback, listen_host_port, size_text
 from kvstore.errors import InvalidConfig
 from kvstore.secret_source import SecretSource
 
@@ -21,6 +21,12 @@ CONFIG_VARIABLE = "KVSTORE_CONFIG"
 
 SOCKET_VARIABLE = "KVSTORE_SOCKET"
 """Environment variable: the server's Unix socket where a client command gets no address."""
+
+API_KEY_VARIABLE = "KVSTORE_API_KEY"
+"""Environment variable: the API key of client commands, for a store that is reached over HTTP."""
+
+TLS_FOLDER_VARIABLE = "KVSTORE_TLS_FOLDER"
+"""Environment variable: folder of the certificates that client commands use over HTTPS."""
 
 _FILE_MAX_BYTES = 1 << 20
 _MIB = 1 << 20
@@ -59,6 +65,81 @@ class ServerConfig:
             "Least severe message that is logged.", Kind.CHOICE, choices=("debug", "info", "warning", "error")
         ),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpConfig:
+    """``[http]``: the store over HTTP. Without this section nothing listens on the network."""
+
+    section: ClassVar[str] = "http"
+
+    listen: str = _key(
+        "127.0.0.1:8470",
+        Rule(
+            "Address that HTTP is served at; port 0: any free one. Off loopback api_keys and tls_folder are"
+            " required.",
+            Kind.LISTEN,
+        ),
+    )
+    api_keys: SecretSource | None = _key(
+        None,
+        Rule(
+            "Where the keyring is that kvstore keys makes; absent: whoever reaches the port is the operator.",
+            Kind.PLACE,
+        ),
+    )
+    tls_folder: Path | None = _key(
+        None,
+        Rule(
+            "Folder with PEM files: tls.crt and tls.key of the server; with a ca.crt there, clients must"
+            " show a certificate of one of its authorities.",
+            Kind.FOLDER,
+        ),
+    )
+    public_models: tuple[str, ...] = _key(
+        (),
+        Rule(
+            'Models of which tenants may share a namespace, for all who ask for it; "*": every model.',
+            Kind.NAMES,
+        ),
+    )
+    max_connections: int = _key(
+        1024,
+        Rule(
+            "Connections open at a time; more are answered 503. Fewer where the limit on open files is low.",
+            Kind.COUNT,
+            1,
+            65_536,
+        ),
+    )
+    requests_per_s: float = _key(
+        0.0, Rule("Requests a second that each key may begin; 0: no limit.", Kind.RATE, 0, 1_000_000)
+    )
+
+    @property
+    def host_port(self) -> tuple[str, int]:
+        """IP address and port of ``listen``."""
+        return listen_host_port(self.listen)
+
+    def read_api_keys(self, environ: Mapping[str, str] = os.environ) -> str:
+        """Return the keyring's text from where ``api_keys``, which is given, says it is. Blocks on a file.
+
+        Raises:
+            InvalidConfig: as ``SecretSource.read_text``.
+        """
+        assert self.api_keys is not None
+        return self.api_keys.read_text(environ, key=f"[{self.section}] api_keys")
+
+    def open_door(self) -> str | None:
+        """Return what would let anybody in from the network, and the remedy; None if nothing does."""
+        host, _ = self.host_port
+        missing = [name for name in ("api_keys", "tls_folder") if getattr(self, name) is None]
+        if is_loopback(host) or not missing:
+            return None
+        return (
+            f"[{self.section}] listen: {self.listen} is reached from the network, which needs API keys and"
+            f" TLS: set {' and '.join(missing)} too, or listen on 127.0.0.1"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,9 +324,12 @@ class EncryptionConfig:
         return self.keys.read_text(environ, key=f"[{self.section}] keys")
 
 
-SectionConfig = ServerConfig | StoreConfig | DramConfig | SsdConfig | RemoteConfig | EncryptionConfig
+SectionConfig = (
+    ServerConfig | HttpConfig | StoreConfig | DramConfig | SsdConfig | RemoteConfig | EncryptionConfig
+)
 SECTIONS: tuple[type[SectionConfig], ...] = (
     ServerConfig,
+    HttpConfig,
     StoreConfig,
     DramConfig,
     SsdConfig,
@@ -278,12 +362,10 @@ class EffectiveValue:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A whole configuration. ``ssd`` and ``remote`` are None where there is no such tier.
-
-    ``encryption`` is None where blocks are stored in the clear.
-    """
+    """A whole configuration. Sections that may be absent are None then."""
 
     server: ServerConfig = field(default_factory=ServerConfig)
+    http: HttpConfig | None = None
     store: StoreConfig = field(default_factory=StoreConfig)
     dram: DramConfig = field(default_factory=DramConfig)
     ssd: SsdConfig | None = None
@@ -328,6 +410,7 @@ class Config:
         tables = _tables(tree, source)
         config = cls(
             server=_build(ServerConfig, tables, source),
+            http=_build(HttpConfig, tables, source) if HttpConfig.section in tables else None,
             store=_build(StoreConfig, tables, source),
             dram=_build(DramConfig, tables, source),
             ssd=_build(SsdConfig, tables, source) if SsdConfig.section in tables else None,
@@ -341,6 +424,10 @@ class Config:
         _check_together(config)
         return config
 
+    def _sections(self) -> tuple[SectionConfig | None, ...]:
+        tiers = (self.dram, self.ssd, self.remote)
+        return (self.server, self.http, self.store, *tiers, self.encryption)
+
     def effective(self) -> list[EffectiveValue]:
         """Return every key in force with its value and where that comes from. Holds no secrets."""
         return [
@@ -350,7 +437,7 @@ class Config:
                 getattr(part, item.name),
                 self.source if (part.section, item.name) in self.given else "default",
             )
-            for part in (self.server, self.store, self.dram, self.ssd, self.remote, self.encryption)
+            for part in self._sections()
             if part is not None
             for item in fields(part)
         ]
@@ -378,6 +465,12 @@ def load_config(path: str | os.PathLike[str] | None, environ: Mapping[str, str] 
 def default_address(environ: Mapping[str, str] = os.environ) -> str:
     """Return the address a client uses where none is given: KVSTORE_SOCKET, else the default socket."""
     return f"unix:{environ.get(SOCKET_VARIABLE) or ServerConfig().socket}"
+
+
+def client_credentials(environ: Mapping[str, str] = os.environ) -> tuple[str | None, Path | None]:
+    """Return the API key and the folder of certificates that client commands use over HTTP, if given."""
+    folder = environ.get(TLS_FOLDER_VARIABLE)
+    return environ.get(API_KEY_VARIABLE) or None, Path(folder) if folder else None
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
@@ -470,7 +563,7 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 def _check_together(config: Config) -> None:
     """Refuse values that are fine alone and wrong together."""
     store, remote = config.store, config.remote
-    problem = _ssd_problem(config.ssd)
+    problem = _ssd_problem(config.ssd) or (None if config.http is None else config.http.open_door())
     if problem is not None:
         raise InvalidConfig(f"{config.source}: {problem}")
     if store.low_water_ratio > store.high_water_ratio:

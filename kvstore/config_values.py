@@ -1,6 +1,7 @@
 """Values of a configuration: kinds and ranges, read from TOML and written for people."""
 
 import enum
+import ipaddress
 import math
 import re
 from dataclasses import dataclass
@@ -44,13 +45,16 @@ class Kind(enum.Enum):
     DURATION = "seconds"
     COUNT = "integer"
     RATIO = "ratio"
+    RATE = "per second"
     FLAG = "true or false"
     CHOICE = "choice"
     NAME = "text"
+    NAMES = "list of texts"
     FOLDER = "path"
     FOLDERS = "path or paths"
     PLACE = "place of a secret"
     SOCKET = "socket path"
+    LISTEN = "IP address and port"
     URL = "URL"
 
 
@@ -87,7 +91,7 @@ class Rule:
             return f"seconds, {_number(self.low)} to {_number(self.high)}"
         if self.kind is Kind.COUNT:
             return f"an integer, {_number(self.low)} to {_number(self.high)}"
-        if self.kind is Kind.RATIO:
+        if self.kind in (Kind.RATIO, Kind.RATE):
             return f"a number, {_number(self.low)} to {_number(self.high)}"
         if self.kind is Kind.CHOICE:
             return "one of " + ", ".join(f'"{choice}"' for choice in self.choices)
@@ -167,6 +171,12 @@ def _read_name(rule: Rule, raw: object) -> str:
     return raw
 
 
+def _read_names(rule: Rule, raw: object) -> tuple[str, ...]:
+    if not isinstance(raw, list | tuple) or len(raw) > _LIST_MAX:
+        raise BadValue(f"is {_shown(raw)}")
+    return tuple(_read_name(rule, item) for item in raw)
+
+
 def _read_folder(rule: Rule, raw: object) -> Path:
     path = Path(_read_name(rule, raw))
     if not path.is_absolute():
@@ -194,6 +204,37 @@ def _read_socket(rule: Rule, raw: object) -> Path:
     if length > SOCKET_PATH_MAX_BYTES:
         raise BadValue(f"is {length} bytes long ({_shown(raw)})")
     return path
+
+
+def listen_host_port(text: str) -> tuple[str, int]:
+    """Return IP address and port of ``127.0.0.1:8470`` or ``[::1]:8470``; port 0: any that is free.
+
+    Raises:
+        BadValue: another text. Host names are not taken: what one resolves to may change.
+    """
+    host, colon, port = text.rpartition(":")
+    is_v6 = host.startswith("[") and host.endswith("]")
+    try:
+        address = ipaddress.ip_address(host[1:-1] if is_v6 else host)
+    except ValueError:
+        raise BadValue(f"is {_shown(text)}") from None
+    is_port = colon and port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= _PORT_MAX
+    if not is_port or (address.version == 6) != is_v6:
+        raise BadValue(f"is {_shown(text)}")
+    return str(address), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an IP address is reached from this machine alone. The wildcard addresses are not."""
+    address = ipaddress.ip_address(host)
+    mapped = address.ipv4_mapped if address.version == 6 else None
+    return (mapped or address).is_loopback
+
+
+def _read_listen(rule: Rule, raw: object) -> str:
+    text = _read_name(rule, raw)
+    listen_host_port(text)
+    return text
 
 
 def _read_url(rule: Rule, raw: object) -> str:
@@ -238,22 +279,27 @@ _READERS = {
     Kind.DURATION: _read_number,
     Kind.COUNT: _read_count,
     Kind.RATIO: _read_number,
+    Kind.RATE: _read_number,
     Kind.FLAG: _read_flag,
     Kind.CHOICE: _read_choice,
     Kind.NAME: _read_name,
+    Kind.NAMES: _read_names,
     Kind.FOLDER: _read_folder,
     Kind.FOLDERS: _read_folders,
     Kind.PLACE: _read_secret,
     Kind.SOCKET: _read_socket,
+    Kind.LISTEN: _read_listen,
     Kind.URL: _read_url,
 }
 _EXPECTED = {
     Kind.FLAG: "true or false",
     Kind.NAME: f"printable text of 1 to {_TEXT_MAX_BYTES} bytes",
+    Kind.NAMES: f"a list of at most {_LIST_MAX} printable texts",
     Kind.FOLDER: "an absolute path",
     Kind.FOLDERS: f"an absolute path, or a list of 1 to {_LIST_MAX} of them",
     Kind.PLACE: SECRET_EXPECTED,
     Kind.SOCKET: f"an absolute path of at most {SOCKET_PATH_MAX_BYTES} bytes",
+    Kind.LISTEN: 'an IP address and a port like "127.0.0.1:8470" or "[::1]:8470"',
     Kind.URL: (
         "redis://HOST:PORT/DB, unix:///PATH, redis+sentinel://HOST:PORT,HOST:PORT/DB or"
         " redis+cluster://HOST:PORT,HOST:PORT; with TLS rediss instead of redis"

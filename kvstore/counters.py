@@ -17,6 +17,9 @@ class LookupCounters:
 
     def count(self, num_blocks: int, origins: list[str], reason: MissReason | None) -> None:
         """Count one request for ``num_blocks`` blocks whose leading blocks came from ``origins``."""
+        if origins and origins.count(origins[0]) == num_blocks:  # much cheaper than to count each
+            self.count_hits(num_blocks, origins[0])
+            return
         self.requests += 1
         self.lookups += num_blocks
         for origin, count in Counter(origins).items():
@@ -24,6 +27,12 @@ class LookupCounters:
         if len(origins) < num_blocks:
             self.misses[(reason or MissReason.NEVER_SEEN).value] += 1
             self.misses[MissReason.BEHIND_MISS.value] += num_blocks - len(origins) - 1
+
+    def count_hits(self, num_blocks: int, origin: str) -> None:
+        """Count one request whose blocks all came from one tier."""
+        self.requests += 1
+        self.lookups += num_blocks
+        self.hits[origin] += num_blocks
 
     @property
     def is_balanced(self) -> bool:
@@ -66,6 +75,7 @@ class Counters:
 
     match: LookupCounters = field(default_factory=LookupCounters)
     fetch: LookupCounters = field(default_factory=LookupCounters)
+    exists: Counter[str] = field(default_factory=Counter)
     puts: Counter[str] = field(default_factory=Counter)
     evictions: Counter[str] = field(default_factory=Counter)
     write_drops: Counter[str] = field(default_factory=Counter)
@@ -82,6 +92,7 @@ class Counters:
         return {
             "match": self.match.as_dict(),
             "fetch": self.fetch.as_dict(),
+            "exists": dict(self.exists),
             "puts_blocks": dict(self.puts),
             "evictions_blocks": dict(self.evictions),
             "write_drops_blocks": dict(self.write_drops),

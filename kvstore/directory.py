@@ -8,8 +8,10 @@ reaches another namespace's blocks and a chain is matched by plain dictionary lo
 import asyncio
 import enum
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from weakref import WeakValueDictionary
 
 from kvstore.errors import NamespaceNotOpen
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest
@@ -22,6 +24,10 @@ GONE_RECORDS = 65_536
 
 MAX_NAMESPACES = 4096
 """How many open namespaces are remembered before empty ones are forgotten."""
+
+
+NO_CHILDREN: Mapping[str, int] = MappingProxyType({})
+"""Counts of a block without children; shared."""
 
 
 class CopyState(enum.Enum):
@@ -50,14 +56,16 @@ class Gone:
 class Copy:
     """One copy in one tier.
 
-    ``slot`` and ``checksum`` belong to copies in the top tier. ``is_counted`` says that the parent counts
-    this copy among its children. ``why_dropping`` is the reason of one that leaves when nobody keeps it.
+    ``slot`` and ``checksum`` belong to copies in the top tier, and so does ``generation``: that of the slot,
+    None until somebody asks for it. ``is_counted`` says that the parent counts this copy among its children,
+    ``why_dropping`` what the reason is of one that leaves when nobody keeps it.
     """
 
     state: CopyState
     slot: Slot | None = None
     checksum: int | None = None
     is_counted: bool = False
+    generation: int | None = None
     why_dropping: MissReason = MissReason.CORRUPT
 
 
@@ -69,8 +77,9 @@ class BlockEntry:
     is set while a copy is on its way into the top tier: its result is the outcome of the read. ``fastest``
     names the fastest tier whose READY copy is certain (shared tiers are never certain), or is None.
     ``refused_by`` are tiers whose write budget did not admit it.
-    ``children`` counts, per tier, the blocks with a copy there whose parent is this one. ``parent`` is None
-    while the block itself was never seen and the entry only carries those counts.
+    ``children`` counts, per tier, the blocks with a copy there whose parent is this one; it is replaced and
+    never changed, since entries share it. ``parent`` is None while the block itself was never seen and the
+    entry only carries those counts.
     """
 
     shelf: "Shelf"
@@ -83,7 +92,7 @@ class BlockEntry:
     holds: int = 0
     loading: "asyncio.Future[ReadOutcome] | None" = None
     loading_origin: str = ""
-    children: dict[str, int] = field(default_factory=dict)
+    children: Mapping[str, int] = field(default_factory=lambda: NO_CHILDREN)
     fastest: str | None = None
     refused_by: tuple[str, ...] = ()
 
@@ -121,15 +130,19 @@ class BlockEntry:
         return tuple(name for name in self.copies if self.is_ready(name))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Shelf:
-    """The blocks of one part of one namespace. Of a stale one (an epoch that is over) none is served."""
+    """The blocks of one part of one namespace. Of a stale one (an epoch that is over) none is served.
+
+    ``fastest`` repeats what the entries say, for look-ups of thousands of keys at once.
+    """
 
     namespace: NamespaceDigest
     part: Part
     layout: bytes
     length_bytes: int
     entries: dict[BlockKey, BlockEntry] = field(default_factory=dict)
+    fastest: dict[BlockKey, str] = field(default_factory=dict)
     is_stale: bool = False
     part_bytes: bytes = b""
 
@@ -154,7 +167,9 @@ class Directory:
 
     def __init__(self, certain_tiers: Sequence[str]) -> None:
         self._certain_tiers = tuple(certain_tiers)
-        self._shelves: dict[tuple[NamespaceDigest, Part], Shelf] = {}
+        # A shelf lives as long as its entries, or whoever looks at it: naming parts costs no memory.
+        self._shelves: WeakValueDictionary[tuple[NamespaceDigest, Part], Shelf] = WeakValueDictionary()
+        self._whole: dict[NamespaceDigest, Shelf] = {}  # of open namespaces, as ``shelf`` found them last
         self._namespaces: OrderedDict[NamespaceDigest, Namespace] = OrderedDict()
         self._by_name: dict[StorageKey, BlockEntry] = {}
         self._gone: OrderedDict[StorageKey, Gone] = OrderedDict()
@@ -176,6 +191,11 @@ class Directory:
             self._forget_idle_namespace(in_use() | {digest})
         return digest
 
+    def forget_namespace(self, namespace: NamespaceDigest) -> None:
+        """Have a namespace opened again before it is used; its blocks stay."""
+        self._namespaces.pop(namespace, None)
+        self._whole.pop(namespace, None)
+
     def shelf(self, namespace: NamespaceDigest, part: Part | None) -> Shelf:
         """Return the shelf of a part (None: the whole block) of an open namespace.
 
@@ -183,16 +203,22 @@ class Directory:
             NamespaceNotOpen: the namespace was not opened, or has been forgotten.
             InvalidLayout: the part does not fit the namespace's layout.
         """
+        if part is None:
+            whole = self._whole.get(namespace)
+            if whole is not None:
+                return whole
         known = self._namespaces.get(namespace)
         if known is None:
             raise NamespaceNotOpen(f"namespace {namespace.hex()[:12]} is not open: call open_namespace first")
         layout = known.layout
-        part = part or layout.whole
-        shelf = self._shelves.get((namespace, part))
+        place = (namespace, part or layout.whole)
+        shelf = self._shelves.get(place)
         if shelf is None:
-            shelf = Shelf(namespace, part, layout.fingerprint, layout.part_bytes(part))
-            self._shelves[namespace, part] = shelf
+            shelf = Shelf(*place, layout.fingerprint, layout.part_bytes(place[1]))
+            self._shelves[place] = shelf
         shelf.is_stale = known.epoch < self.epoch(known.model)
+        if part is None:
+            self._whole[namespace] = shelf
         return shelf
 
     def epoch(self, model: str) -> int:
@@ -224,57 +250,78 @@ class Directory:
                         return found
         return found
 
-    def adopt(self, headers: Sequence[BlockHeader], tier: str) -> tuple[list[StorageKey], list[BlockId]]:
-        """File copies that a tier holds from an earlier run; returns their names, in the order given.
+    def adopt(self, headers: Iterable[BlockHeader], tier: str) -> tuple[list[StorageKey], list[BlockId]]:
+        """File copies that a tier holds though nobody here wrote them; returns their names, in their order.
 
-        Those that contradict what is known, or are still encrypted, are not filed: their blocks are returned
-        beside.
+        Those that contradict what is known are not filed: their blocks are returned beside. One that is
+        known already is left as it is.
         """
         names: list[StorageKey] = []
         strangers: list[BlockId] = []
+        new: list[BlockEntry] = []
         about: tuple[NamespaceDigest, Part, bytes, int] | None = None
         shelf: Shelf | None = None
-        for header in headers:
-            (namespace, part, key), layout, length = header.block, header.layout, header.length_bytes
-            if (namespace, part, layout, length) != about:
-                about = (namespace, part, layout, length)
-                shelf = self._shelf_of(header)
-            if shelf is None or header.seal:
-                strangers.append(header.block)
+        by_name, ready = self._by_name, CopyState.READY
+        fastest = tier if tier in self._certain_tiers else None
+        # A start files them by the hundred thousand: nothing is called that can be spared.
+        for (namespace, part, key), parent, depth, layout, length_bytes, _, _ in headers:
+            if (namespace, part, layout, length_bytes) != about:
+                about = (namespace, part, layout, length_bytes)
+                shelf = self._shelf_of(about)
+            if shelf is None:
+                strangers.append(BlockId(namespace, part, key))
                 continue
-            names.append(self._file(shelf, key, header, tier))
+            known = shelf.entries.get(key)
+            if known is not None:
+                names += self._adopt_known(known, parent, tier)
+                continue
+            name = StorageKey(key + shelf.part_bytes)
+            copies = {tier: Copy(ready, None, None, depth > 0)}
+            entry = BlockEntry(shelf, key, name, parent, depth, copies, 0, 0, None, "", NO_CHILDREN, fastest)
+            shelf.entries[key] = by_name[name] = entry
+            if fastest is not None:
+                shelf.fastest[key] = fastest
+            names.append(name)
+            new.append(entry)
+        self._count_adopted(new, tier)
         return names, strangers
 
-    def _file(self, shelf: Shelf, key: BlockKey, header: BlockHeader, tier: str) -> StorageKey:
-        """File one stored copy; short for blocks met for the first time whose parent is known."""
-        entries = shelf.entries
-        parent = entries.get(header.parent)
-        depth = header.depth
-        if key in entries or (depth and (parent is None or parent.depth != depth - 1)):
-            entry = self.entry(shelf, key, header.parent, depth)
-            self.set_copy(entry, tier, Copy(CopyState.READY))
-            return entry.name
-        name = StorageKey(key + shelf.part_bytes)
-        entry = BlockEntry(shelf, key, name, header.parent, depth)
-        entries[key] = self._by_name[name] = entry
-        entry.copies[tier] = Copy(CopyState.READY, None, None, depth > 0)
-        if depth and parent is not None:
-            parent.children[tier] = parent.children.get(tier, 0) + 1
-        if tier in self._certain_tiers:
-            entry.fastest = tier
-        about = (tier, shelf.namespace)
-        self._used_bytes[about] = self._used_bytes.get(about, 0) + shelf.length_bytes
-        return name
+    def _adopt_known(self, entry: BlockEntry, parent: BlockKey, tier: str) -> list[StorageKey]:
+        """Give an entry that is filed already its copy; returns its name if it had none there."""
+        if tier in entry.copies:
+            return []
+        entry.parent = entry.parent or parent
+        self.set_copy(entry, tier, Copy(CopyState.READY))
+        return [entry.name]
 
-    def _shelf_of(self, header: BlockHeader) -> Shelf | None:
+    def _count_adopted(self, entries: Sequence[BlockEntry], tier: str) -> None:
+        """Count new entries with one copy at their parents, now that all of them are filed."""
+        used_bytes: dict[NamespaceDigest, int] = {}
+        only_child: Mapping[str, int] = {tier: 1}
+        for entry in entries:
+            shelf = entry.shelf
+            used_bytes[shelf.namespace] = used_bytes.get(shelf.namespace, 0) + shelf.length_bytes
+            if not entry.depth:
+                continue
+            parent = shelf.entries.get(entry.parent) if entry.parent else None
+            if parent is None or parent.depth != entry.depth - 1:
+                entry.copies[tier].is_counted = self._count_at_parent(entry, tier)
+                continue
+            entry.parent = parent.key  # one object for equal keys
+            is_first = parent.children is NO_CHILDREN
+            parent.children = only_child if is_first else _counted(parent.children, tier, 1)
+        for namespace, count in used_bytes.items():
+            self._used_bytes[tier, namespace] = self.used_bytes(tier, namespace) + count
+
+    def _shelf_of(self, about: tuple[NamespaceDigest, Part, bytes, int]) -> Shelf | None:
         """Return the shelf that a stored block belongs on, made if need be; None if it contradicts it."""
-        block = header.block
-        shelf = self._shelves.get((block.namespace, block.part))
+        namespace, part, layout, length_bytes = about
+        shelf = self._shelves.get((namespace, part))
         if shelf is None:
-            shelf = Shelf(block.namespace, block.part, header.layout, header.length_bytes)
-            self._shelves[block.namespace, block.part] = shelf
-        is_same = (shelf.layout, shelf.length_bytes) == (header.layout, header.length_bytes)
-        return shelf if is_same else None
+            shelf = self._shelves[namespace, part] = Shelf(namespace, part, layout, length_bytes)
+            known = self._namespaces.get(namespace)
+            shelf.is_stale = known is not None and known.epoch < self.epoch(known.model)
+        return shelf if (shelf.layout, shelf.length_bytes) == (layout, length_bytes) else None
 
     def find(self, name: StorageKey) -> BlockEntry | None:
         """Return the entry of a block, or None."""
@@ -299,7 +346,8 @@ class Directory:
             copy.is_counted = known.is_counted
         entry.copies[tier] = copy
         if entry.fastest is None and len(entry.copies) == 1:
-            entry.fastest = tier if copy.state is CopyState.READY and tier in self._certain_tiers else None
+            if copy.state is CopyState.READY and tier in self._certain_tiers:
+                entry.fastest = entry.shelf.fastest[entry.key] = tier
         else:
             self._update_fastest(entry)
 
@@ -375,12 +423,17 @@ class Directory:
         kept = in_use | {namespace for (namespace, _), shelf in self._shelves.items() if shelf.entries}
         digest = next((digest for digest in self._namespaces if digest not in kept), None)
         if digest is not None:
-            del self._namespaces[digest]
+            self.forget_namespace(digest)
             for about in [about for about in self._shelves if about[0] == digest]:
                 del self._shelves[about]
 
     def _update_fastest(self, entry: BlockEntry) -> None:
-        entry.fastest = next((tier for tier in self._certain_tiers if entry.is_ready(tier)), None)
+        fastest = next((tier for tier in self._certain_tiers if entry.is_ready(tier)), None)
+        entry.fastest = fastest
+        if fastest is not None:
+            entry.shelf.fastest[entry.key] = fastest
+        else:
+            entry.shelf.fastest.pop(entry.key, None)
 
     def _use_bytes(self, entry: BlockEntry, tier: str, change: int) -> None:
         about = (tier, entry.shelf.namespace)
@@ -410,11 +463,18 @@ class Directory:
             parent = self._new_entry(entry.shelf, entry.parent, None, entry.depth - 1)
         if parent.depth != entry.depth - 1:
             return False
-        parent.children[tier] = parent.children.get(tier, 0) + 1
+        parent.children = _counted(parent.children, tier, 1)
         return True
 
     def _uncount_at_parent(self, entry: BlockEntry, tier: str) -> None:
         assert entry.parent is not None, "a copy that is counted has a parent"
         parent = entry.shelf.entries[entry.parent]
-        parent.children[tier] -= 1
+        parent.children = _counted(parent.children, tier, -1)
         self.prune(parent)
+
+
+def _counted(children: Mapping[str, int], tier: str, change: int) -> Mapping[str, int]:
+    counts = {**children, tier: children.get(tier, 0) + change}
+    if not counts[tier]:
+        del counts[tier]
+    return counts or NO_CHILDREN

@@ -105,7 +105,7 @@ class EpochKeeper:
         directory = self._state.directory
         directory.raise_epoch(model, directory.epoch(model) + 1)
         untold = await self._share()
-        await self._keep()
+        await self.keep()
         if untold:
             raise TierUnavailable(
                 f"{', '.join(untold)}: epoch {directory.epoch(model)} of {model!r} holds on this node, but "
@@ -131,7 +131,7 @@ class EpochKeeper:
         before = self._state.directory.epochs()
         await self._share()
         if self._state.directory.epochs() != before:
-            await self._keep()
+            await self.keep()
 
     async def _share(self) -> list[str]:
         """Exchange epochs with the remote tier: the higher one wins on both sides.
@@ -173,7 +173,12 @@ class EpochKeeper:
         statuses = await tier.write(behind, deadline_s=deadline_s) if behind else []
         return is_told and all(status is WriteStatus.OK for status in statuses)
 
-    async def _keep(self) -> None:
+    async def keep(self) -> None:
+        """Write the epochs down for the next run.
+
+        Raises:
+            TierUnavailable: they cannot be written.
+        """
         if self._file is not None:
             await asyncio.to_thread(self._file.write, self._state.directory.epochs())
 

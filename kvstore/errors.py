@@ -25,6 +25,22 @@ class NamespaceNotOpen(InvalidRequest):
     """The store does not know the namespace, or has forgotten it because it was empty: open it (again)."""
 
 
+class Unauthorized(KVStoreError):
+    """The server wants an API key, and there is none, or one that it does not know."""
+
+
+class TooManyFailures(Unauthorized):
+    """The same, from an address that has sent too many such requests; ``wait_s`` is when to try again."""
+
+    def __init__(self, message: str, *, wait_s: int = 1) -> None:
+        super().__init__(message)
+        self.wait_s = wait_s
+
+
+class Forbidden(KVStoreError):
+    """The caller is known, and may not do this: its key lacks the scope, or the namespace is not its own."""
+
+
 class TierFull(KVStoreError):
     """A tier has no free slot and nothing in it may be evicted."""
 

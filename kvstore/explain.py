@@ -1,5 +1,6 @@
 """Explaining a chain block by block: what is stored where, and since when and why the rest is not."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from kvstore.directory import BlockEntry, Gone, Shelf
@@ -17,12 +18,12 @@ def explain(
     shelf: Shelf,
     chain: PrefixChain,
     *,
-    found_below: dict[BlockKey, str],
-    trouble: MissReason | None,
+    found_below: Mapping[BlockKey, str],
+    unknown: Mapping[BlockKey, MissReason],
 ) -> list[BlockReport]:
     """Report on every block of a chain.
 
-    ``found_below`` are blocks a probe of the shared tiers found, ``trouble`` why such a probe could not say.
+    ``found_below`` are blocks a probe of the shared tiers found, ``unknown`` those of which it could not say.
     """
     reports: list[BlockReport] = []
     is_behind = False
@@ -31,7 +32,7 @@ def explain(
         tiers = _tiers(state, entry, found_below.get(key))
         reason: MissReason | None = None
         if not tiers or shelf.is_stale:
-            reason = MissReason.OTHER_EPOCH if shelf.is_stale else _why(state, shelf, key, trouble)
+            reason = MissReason.OTHER_EPOCH if shelf.is_stale else _why(state, shelf, key, unknown.get(key))
         siblings = 0 if is_behind or reason is None else _siblings(shelf, chain, index)
         gone = state.directory.gone(shelf.name(key)) if not tiers else None
         report = BlockReport(

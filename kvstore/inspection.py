@@ -55,12 +55,22 @@ def _copies_are_sound(state: State) -> Iterator[str]:
         is_needed = entry.copies or entry.is_kept or entry.loading is not None or any(entry.children.values())
         if not is_needed:
             yield f"block {name}: an entry without copies that nobody needs"
+        if entry.shelf.fastest.get(entry.key) != entry.fastest:
+            yield f"block {name}: its shelf names another fastest tier than its entry"
+        if not _is_generation_sound(state, entry.copies.get(state.top.name)):
+            yield f"block {name}: its slot in {state.top.name} has another generation"
         for tier, names in known.items():
             copy = entry.copies.get(tier)
             if copy is not None and copy.state is CopyState.DROPPING:
                 continue  # on its way out of both
             if entry.is_ready(tier) != (entry.name in names):
                 yield f"block {name}: its state in {tier} and the order of its policy disagree"
+
+
+def _is_generation_sound(state: State, copy: Copy | None) -> bool:
+    if copy is None or copy.slot is None or copy.generation is None:
+        return True
+    return copy.generation == state.top.generation(copy.slot)
 
 
 def _counters_balance(state: State) -> Iterator[str]:

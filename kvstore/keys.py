@@ -6,11 +6,14 @@ bytes mean. SHA-256 is never truncated: prefix sharing between tenants rests on 
 hashes (xxHash) can be collided on purpose.
 """
 
+import array
+import contextlib
 import hashlib
 import struct
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import NewType
+from dataclasses import dataclass, field, fields, replace
+from typing import NewType, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +34,7 @@ KEY_BYTES = 32
 _NAMESPACE_TAG = b"kvstore.namespace.v1".ljust(KEY_BYTES, b"\0")
 _TOKEN_MAX = 0xFFFF_FFFF
 _FIELD_MAX_BYTES = 4096
+_IS_ARRAY_U32 = array.array("I").itemsize == 4 and sys.byteorder == "little"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +43,8 @@ class Namespace:
 
     Two engines share blocks exactly when all fields agree. ``weights`` is a digest or revision of the
     weights, ``adapter`` a digest of the LoRA or other adapter (empty: none), ``rope`` a text of the rotary
-    parameters in force, ``tenant_salt`` secret bytes that separate tenants, ``epoch`` a counter raised when
-    everything stored under the model must be forgotten.
+    parameters in force, ``tenant_salt`` secret bytes that separate tenants (the repr leaves them out),
+    ``epoch`` a counter raised when everything stored under the model must be forgotten.
 
     Raises:
         InvalidLayout: a field has the wrong type, is no valid text, is longer than 4096 bytes, or ``epoch``
@@ -53,7 +57,7 @@ class Namespace:
     tokenizer: str = ""
     adapter: str = ""
     rope: str = ""
-    tenant_salt: bytes = b""
+    tenant_salt: bytes = field(default=b"", repr=False)
     epoch: int = 0
 
     def __post_init__(self) -> None:
@@ -75,10 +79,9 @@ class Namespace:
     def digest(self) -> NamespaceDigest:
         """SHA-256 over every field, each with its name, type and length."""
         sha = hashlib.sha256(_NAMESPACE_TAG)
-        for field in fields(self):
-            value = getattr(self, field.name)
-            kind, data = _encode_field(value)
-            name = field.name.encode()
+        for item in fields(self):
+            kind, data = _encode_field(getattr(self, item.name))
+            name = item.name.encode()
             sha.update(struct.pack("<B", len(name)) + name + kind + struct.pack("<I", len(data)) + data)
         return NamespaceDigest(sha.digest())
 
@@ -93,14 +96,18 @@ class Namespace:
             InvalidTokens: a token is no integer or lies outside 0..2**32-1.
         """
         data = token_bytes(tokens)
-        step = 4 * self.block_tokens
+        block_tokens = self.block_tokens
+        step = 4 * block_tokens
         sha256 = hashlib.sha256
-        parent: bytes = self.digest
-        keys: list[BlockKey] = []
-        for start in range(0, len(data) - step + 1, step):
-            parent = sha256(parent + data[start : start + step]).digest()
-            keys.append(BlockKey(parent))
-        return PrefixChain(namespace=self.digest, keys=tuple(keys), block_tokens=self.block_tokens)
+        digest = self.digest
+        key: bytes = digest
+        # One expression per block: measured with benchmarks/data_plane.py, nearly all of it is SHA-256.
+        keys = [
+            key := sha256(key + data[start : start + step]).digest()
+            for start in range(0, len(data) - step + 1, step)
+        ]
+        named = cast("tuple[BlockKey, ...]", tuple(keys))  # a NewType each would cost a call each
+        return PrefixChain(namespace=digest, keys=named, block_tokens=block_tokens)
 
     def chain_of_hashes(self, hashes: Sequence[bytes]) -> "PrefixChain":
         """Name blocks by an engine's own chained block hashes, one per full block.
@@ -171,20 +178,24 @@ def token_bytes(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
     Raises:
         InvalidTokens: a token is no integer or lies outside 0..2**32-1.
     """
+    if isinstance(tokens, list | tuple) and _IS_ARRAY_U32 and tokens and type(tokens[0]) is int:
+        # Four times faster than NumPy's way through objects: measured, 100 000 tokens in 0.4 ms, 2 cores.
+        with contextlib.suppress(TypeError, OverflowError):  # the way below says what is wrong with them
+            return array.array("I", tokens).tobytes()
     try:
-        array = np.asarray(tokens)
+        given = np.asarray(tokens)
     except (ValueError, OverflowError) as error:
         raise InvalidTokens(f"tokens: not a flat sequence of integers: {error}") from error
-    if array.size == 0:
+    if given.size == 0:
         return b""
-    if array.ndim != 1 or array.dtype.kind not in "iu":
+    if given.ndim != 1 or given.dtype.kind not in "iu":
         raise InvalidTokens(
-            f"tokens: expected a flat sequence of integers, got {array.dtype} of {array.ndim} axes"
+            f"tokens: expected a flat sequence of integers, got {given.dtype} of {given.ndim} axes"
         )
-    low, high = int(array.min()), int(array.max())
+    low, high = int(given.min()), int(given.max())
     if low < 0 or high > _TOKEN_MAX:
         raise InvalidTokens(f"tokens: {low if low < 0 else high} is outside 0..{_TOKEN_MAX}")
-    return array.astype("<u4", copy=False).tobytes()
+    return given.astype("<u4", copy=False).tobytes()
 
 
 def _fits(text: str) -> bool:

@@ -2,6 +2,11 @@
 
 A lease is a counter on the block with an owner and a deadline, not a state of the copy. Slots that are lent
 to a writer are kept here too: they have no name yet, and fall back to the tier when their owner goes.
+
+A lease that is past its deadline ends: a reader that comes back late finds the slot in another generation. A
+lent slot that is past its deadline cannot be published any more, but stays where it is until its owner gives
+it back or goes: nothing can take the memory from a writer that was frozen and goes on, and in the hands of
+another block its bytes would change under those who read them in place.
 """
 
 import heapq
@@ -29,12 +34,16 @@ class Lease:
 
 @dataclass(slots=True)
 class LentSlot:
-    """A slot in an owner's hands. ``entry`` is set, and leased, once the slot is published as that block."""
+    """A slot in an owner's hands. ``entry`` is set, and leased, once the slot is published as that block.
+
+    One that is overdue cannot be published any more.
+    """
 
     owner: Owner
     deadline_s: float
     length_bytes: int
     entry: BlockEntry | None = None
+    is_overdue: bool = False
 
 
 @dataclass(slots=True)
@@ -61,6 +70,7 @@ class LeaseTable:
         self._tie = itertools.count()
         self._sweep_at = _SPARE_DEADLINES
         self._leased_bytes: dict[NamespaceDigest, int] = {}
+        self._num_overdue = 0
 
     def new_owner(self) -> Owner:
         """Return an owner that has nothing yet."""
@@ -90,6 +100,15 @@ class LeaseTable:
         self._watch(deadline_s, lease_id, owner)
         return lease_id
 
+    def renew(self, lease_id: LeaseId, owner: Owner, deadline_s: float) -> bool:
+        """Move an owner's lease to a later deadline; False if there is none of that id."""
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.owner != owner:
+            return False
+        lease.deadline_s = deadline_s
+        self._watch(deadline_s, lease_id, owner)
+        return True
+
     def end(self, lease_id: LeaseId, owner: Owner | None = None) -> Sequence[BlockEntry] | None:
         """End a lease; None if there is none of that id (ended before, or another owner's)."""
         lease = self._leases.get(lease_id)
@@ -110,9 +129,10 @@ class LeaseTable:
             self._watch(deadline_s, None, owner)
 
     def lent(self, owner: Owner, slot: Slot) -> LentSlot | None:
-        """Return the lent slot if this owner has it."""
+        """Return the lent slot if this owner has it and its time is not over."""
         holdings = self._owners.get(owner)
-        return holdings.slots.get(slot) if holdings else None
+        lent = holdings.slots.get(slot) if holdings else None
+        return None if lent is None or lent.is_overdue else lent
 
     def publish(self, owner: Owner, slot: Slot, entry: BlockEntry) -> None:
         """Tie a lent slot to the block it now holds; the owner keeps a lease on that block."""
@@ -125,6 +145,8 @@ class LeaseTable:
         lent = holdings.slots.pop(slot, None) if holdings else None
         if lent is not None and lent.entry is not None:
             self._count_down(lent.entry)
+        if lent is not None and lent.is_overdue:
+            self._num_overdue -= 1
         return lent
 
     def end_owner(self, owner: Owner) -> tuple[list[BlockEntry], list[Slot]]:
@@ -145,22 +167,37 @@ class LeaseTable:
         del self._owners[owner]
         return entries, slots
 
-    def expire(self, now_s: float) -> tuple[list[BlockEntry], list[Slot]]:
-        """End what is past its deadline: (entries that lost a lease, slots that never got a name)."""
+    def expire(self, now_s: float) -> tuple[list[BlockEntry], int]:
+        """End what is past its deadline: (entries that lost a lease, how many lent slots became overdue)."""
         entries: list[BlockEntry] = []
-        slots: list[Slot] = []
+        num_overdue = 0
         while self._deadlines and self._deadlines[0][0] <= now_s:
             _, _, lease_id, owner = heapq.heappop(self._deadlines)
-            if lease_id is not None:
-                entries.extend(self.end(lease_id) or ())
+            if lease_id is None:
+                lost, overdue = self._expire_slots(owner, now_s)
+                entries += lost
+                num_overdue += overdue
                 continue
-            holdings = self._owners.get(owner)
-            for slot, lent in list(holdings.slots.items()) if holdings else ():
-                if lent.deadline_s <= now_s:
-                    self.take_back(owner, slot)
-                    entries.extend([lent.entry] if lent.entry else [])
-                    slots.extend([] if lent.entry else [slot])
-        return entries, slots
+            lease = self._leases.get(lease_id)
+            if lease is not None and lease.deadline_s <= now_s:  # else it was renewed meanwhile
+                entries.extend(self.end(lease_id) or ())
+        return entries, num_overdue
+
+    def _expire_slots(self, owner: Owner, now_s: float) -> tuple[list[BlockEntry], int]:
+        holdings = self._owners.get(owner)
+        entries: list[BlockEntry] = []
+        num_overdue = 0
+        for slot, lent in list(holdings.slots.items()) if holdings else ():
+            if lent.deadline_s > now_s or lent.is_overdue:
+                continue
+            if lent.entry is not None:
+                self.take_back(owner, slot)
+                entries.append(lent.entry)
+            else:
+                lent.is_overdue = True
+                num_overdue += 1
+        self._num_overdue += num_overdue
+        return entries, num_overdue
 
     def lent_slots(self) -> list[LentSlot]:
         """Return every lent slot that has no name yet."""
@@ -190,9 +227,19 @@ class LeaseTable:
         return len(self._leases)
 
     @property
+    def num_overdue(self) -> int:
+        """Lent slots past their deadline whose owners have neither given them back nor gone."""
+        return self._num_overdue
+
+    @property
     def num_owners(self) -> int:
         """Owners that have not ended."""
         return len(self._owners)
+
+    def has_anything(self, owner: Owner) -> bool:
+        """Whether an owner has a lease or a lent slot."""
+        holdings = self._owners.get(owner)
+        return holdings is not None and bool(holdings.leases or holdings.slots)
 
     def _count_up(self, entry: BlockEntry) -> None:
         entry.leases += 1
@@ -224,6 +271,9 @@ class LeaseTable:
     def _is_pending(self, watch: tuple[float, int, LeaseId | None, Owner]) -> bool:
         deadline_s, _, lease_id, owner = watch
         if lease_id is not None:
-            return lease_id in self._leases
+            lease = self._leases.get(lease_id)
+            return lease is not None and lease.deadline_s == deadline_s
         holdings = self._owners.get(owner)
-        return holdings is not None and any(lent.deadline_s == deadline_s for lent in holdings.slots.values())
+        return holdings is not None and any(
+            lent.deadline_s == deadline_s and not lent.is_overdue for lent in holdings.slots.values()
+        )

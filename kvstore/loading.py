@@ -8,7 +8,7 @@ the background for later use.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvstore.directory import BlockEntry, Copy, CopyState, Gone, Shelf
@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 _TAIL_BLOCKS = 16
 """How many blocks at the end of a chain are given up at a time for those at its start."""
 
+_PROBE_SHARE = 0.9
+"""Share of the time left that a shared tier gets to say what it has."""
+
 MISS_REASONS = {
     ReadStatus.ABSENT: MissReason.EVICTED,
     ReadStatus.CORRUPT: MissReason.CORRUPT,
@@ -44,6 +47,18 @@ class Located:
     entry: BlockEntry
     source: Tier | None
     origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What the shared tiers say: where each block is that they have, and why they could not say of others.
+
+    ``trouble`` is set if the first block that was not found is one that they could not say.
+    """
+
+    found: dict[BlockKey, tuple[Tier, str]]
+    unknown: dict[BlockKey, MissReason]
+    trouble: MissReason | None
 
 
 class Loader:
@@ -67,23 +82,20 @@ class Loader:
         """Read tasks under way."""
         return len(self._tasks)
 
-    async def probe(
-        self, shelf: Shelf, chain: PrefixChain, *, deadline_s: float
-    ) -> tuple[dict[BlockKey, tuple[Tier, str]], MissReason | None]:
-        """Ask the shared tiers for the blocks no certain copy is known of, beyond the first such gap.
-
-        Returns where each found block is, and a reason if a tier could not answer.
-        """
+    async def probe(self, shelf: Shelf, chain: PrefixChain, *, deadline_s: float) -> Probed:
+        """Ask the shared tiers for the blocks no certain copy is known of, beyond the first such gap."""
         state = self._state
         found: dict[BlockKey, tuple[Tier, str]] = {}
+        why_not: dict[BlockKey, MissReason] = {}
         trouble: MissReason | None = None
         down = state.down_tiers()
         unknown = [key for key in chain.keys if not state.is_certain(shelf.entries.get(key), down)]
         for tier in state.lower:
             if not tier.is_shared or not unknown:
                 continue
-            probe = await self._ask(tier, [shelf.block(key) for key in unknown], deadline_s)
+            probe = await self.ask(tier, [shelf.block(key) for key in unknown], deadline_s)
             found |= {key: (tier, name) for key, name in zip(unknown, probe.tiers, strict=True) if name}
+            why_not |= {unknown[index]: reason for index, reason in _unknown(probe).items()}
             trouble = probe.reason or trouble
             if probe.reason is None:
                 # A tier may stop at the first block it lacks, so only that one is known to be absent.
@@ -91,12 +103,15 @@ class Loader:
                 if absent is not None:
                     state.forget_belief(shelf.name(absent), tier.name)
             unknown = [key for key in unknown if key not in found]
-        return found, trouble
+        return Probed(found, {key: reason for key, reason in why_not.items() if key not in found}, trouble)
 
-    async def _ask(self, tier: Tier, blocks: Sequence[BlockId], deadline_s: float) -> Probe:
+    async def ask(self, tier: Tier, blocks: Sequence[BlockId], deadline_s: float) -> Probe:
         """Probe one tier, but wait no longer than until the deadline, whatever the tier does."""
         nothing: list[str | None] = [None] * len(blocks)
-        probe = asyncio.create_task(tier.probe(blocks, deadline_s=deadline_s))
+        # A little sooner than we stop waiting: what some of its servers said by then is not lost.
+        now_s = self._state.clock()
+        its_deadline_s = now_s + _PROBE_SHARE * (deadline_s - now_s)
+        probe = asyncio.create_task(tier.probe(blocks, deadline_s=its_deadline_s))
         try:
             await asyncio.wait([probe], timeout=max(0.0, deadline_s - self._state.clock()))
         finally:
@@ -315,6 +330,12 @@ class Loader:
             state.counters.corrupt[source.name] += 1
             name = entry.key.hex()[:12]
             self._damage.warn("%s: block %s is %s there: not served", source.name, name, status.value)
+
+
+def _unknown(probe: Probe) -> Mapping[int, MissReason]:
+    if probe.unknown or probe.reason is None:
+        return probe.unknown
+    return {index: probe.reason for index, name in enumerate(probe.tiers) if name is None}
 
 
 def _miss_reason(outcome: ReadOutcome) -> MissReason:

@@ -7,34 +7,36 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvstore.departing import Departure
-from kvstore.directory import BlockEntry, Directory, Shelf
+from kvstore.directory import BlockEntry, Directory
 from kvstore.epoch_file import EpochFile
 from kvstore.epochs import EpochKeeper
 from kvstore.erasing import Encryption, Eraser
 from kvstore.errors import InvalidRequest
 from kvstore.explain import explain
-from kvstore.garbage import garbage_collection_paused
+from kvstore.fetching import Fetcher
+from kvstore.granting import Granter, ReadyCopies
 from kvstore.inspection import check_manager, check_top_copies
-from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
+from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
+from kvstore.learning import Learner
 from kvstore.loading import Loader
-from kvstore.miss import MissReason
 from kvstore.mover import Mover
 from kvstore.policy import EvictionPolicy, LruPolicy
+from kvstore.presence import find_present
 from kvstore.putting import Putter
 from kvstore.recency import Uses
 from kvstore.results import (
     BlockReport,
     EraseReport,
     Fetched,
-    FetchedBlock,
     LeaseId,
+    MatchedLease,
     Owner,
     PrefixMatch,
     Reserved,
 )
 from kvstore.space import Space
-from kvstore.state import ManagerSettings, State, WriteMode
+from kvstore.state import ManagerSettings, State
 from kvstore.tenant import TenantId
 from kvstore.tier import Slot, SlotTier, Tier
 
@@ -89,9 +91,12 @@ class BlockManager:
         self._loader = Loader(self._state, self._space, self._mover.write_through)
         self._epochs = EpochKeeper(self._state, self._space, epoch_file)
         self._eraser = None if encryption is None else Eraser(self._state, self._space, encryption)
+        self._learner = Learner(self._state, self._epochs)
         self._uses = Uses(self._state)
+        self._granter = Granter(self._state, self._uses, self._mover)
         self._maintenance: list[asyncio.Task[None]] = []
         self._closing: asyncio.Future[None] | None = None
+        self._fetcher = Fetcher(self._state, self._loader, self._granter, self._note_fill)
         self._putter = Putter(self._state, self._space, self._mover, self._note_fill)
         self._departure = Departure(self._state, self._space, self._mover)
         self._needs_aging = asyncio.Event()
@@ -109,9 +114,7 @@ class BlockManager:
                 opened.push_async_callback(tier.close)
             if self._eraser is not None:
                 await self._eraser.open()
-            is_trusted = await self._epochs.open()
-            for lower in state.lower:
-                await self._learn(lower, is_trusted=is_trusted)
+            await self._learner.learn()
             opened.pop_all()
         self._mover.start()
         self._maintenance = [
@@ -176,22 +179,46 @@ class BlockManager:
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        state = self._state
-        shelf = state.directory.shelf(chain.namespace, part)
-        tiers: list[str] = []
-        entries, down = shelf.entries, state.down_tiers()
-        for key in chain.keys:
-            entry = entries.get(key)
-            if entry is None or entry.fastest is None or entry.fastest in down:
-                break
-            tiers.append(entry.fastest)
-        reason = None
-        if shelf.is_stale:
-            tiers, reason = [], MissReason.OTHER_EPOCH
-        elif len(tiers) < len(chain):
-            tiers, reason = await self._match_by_probe(shelf, chain, self._state.deadline_s(timeout_s))
-        state.counters.match.count(len(chain), tiers, reason)
-        return PrefixMatch(len(tiers), tuple(tiers), reason)
+        return await self._fetcher.match(chain, part=part, timeout_s=timeout_s)
+
+    def match_at_once(self, chain: PrefixChain, *, part: Part | None = None) -> PrefixMatch | None:
+        """As ``match``, but None where a shared tier would have to be asked.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        return self._fetcher.match_at_once(chain, part=part)
+
+    async def match_and_lease(
+        self, chain: PrefixChain, *, owner: Owner, part: Part | None = None, timeout_s: float | None = None
+    ) -> MatchedLease:
+        """Match, and lease of the stored leading blocks those that are in the top tier, up to the first that
+        is not.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        found = await self.match(chain, part=part, timeout_s=timeout_s)
+        shelf = self._state.directory.shelf(chain.namespace, part)
+        blocks, lease = self._granter.leading_on_top(owner, shelf, chain[: found.blocks])
+        return MatchedLease(found, blocks, lease)
+
+    async def exists(
+        self,
+        namespace: NamespaceDigest,
+        keys: Sequence[BlockKey],
+        *,
+        part: Part | None = None,
+        timeout_s: float | None = None,
+    ) -> list[bool]:
+        """Say for each key whether its block is stored; any keys of the namespace, in any order.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        shelf = self._state.directory.shelf(namespace, part)
+        deadline_s = self._state.deadline_s(timeout_s)
+        return await find_present(self._state, self._loader, shelf, keys, deadline_s=deadline_s)
 
     async def fetch(
         self,
@@ -209,21 +236,25 @@ class BlockManager:
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        state = self._state
-        deadline_s = self._state.deadline_s(timeout_s)
-        shelf = state.directory.shelf(chain.namespace, part)
-        if shelf.is_stale:
-            state.counters.fetch.count(len(chain), [], MissReason.OTHER_EPOCH)
-            return Fetched((), None, MissReason.OTHER_EPOCH)
-        on_top = self._all_on_top(shelf, chain)
-        if on_top is not None:
-            return self._lease_to(owner, shelf, chain, on_top, [state.top.name] * len(on_top), None)
-        with state.holding() as held:
-            origins, reason = await self._bring_up(shelf, chain, held, deadline_s)
-            entries = [shelf.entries[key] for key in chain.keys[: len(origins)]]
-            fetched = self._lease_to(owner, shelf, chain, entries, origins, reason)
-        self._note_fill()
-        return fetched
+        return await self._fetcher.fetch(chain, owner=owner, part=part, timeout_s=timeout_s)
+
+    def fetch_at_once(
+        self, chain: PrefixChain, *, owner: Owner, part: Part | None = None
+    ) -> ReadyCopies | None:
+        """As ``fetch``, but None unless all of the chain is READY in the top tier and may be leased.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        return self._fetcher.fetch_at_once(chain, owner=owner, part=part)
+
+    def peek_at_once(self, chain: PrefixChain, *, part: Part | None = None) -> ReadyCopies | None:
+        """Find a chain that is READY in the top tier as a whole, leasing nothing; None if it is not.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        return self._fetcher.peek_at_once(chain, part=part)
 
     async def prefetch(
         self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
@@ -233,13 +264,7 @@ class BlockManager:
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        shelf = self._state.directory.shelf(chain.namespace, part)
-        if shelf.is_stale:
-            return 0
-        with self._state.holding() as held:
-            origins, _ = await self._bring_up(shelf, chain, held, self._state.deadline_s(timeout_s))
-        self._note_fill()
-        return len(origins)
+        return await self._fetcher.prefetch(chain, part=part, timeout_s=timeout_s)
 
     async def reserve(
         self,
@@ -257,6 +282,16 @@ class BlockManager:
             InvalidRequest: the namespace is not open.
         """
         return await self._putter.reserve(chain, owner=owner, part=part, timeout_s=timeout_s)
+
+    def reserve_at_once(
+        self, chain: PrefixChain, *, owner: Owner, part: Part | None = None
+    ) -> Reserved | None:
+        """As ``reserve``, but None where room would have to be made first.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        return self._putter.reserve_at_once(chain, owner=owner, part=part)
 
     async def reserve_unnamed(
         self, count: int, length_bytes: int, *, owner: Owner, timeout_s: float | None = None
@@ -303,6 +338,23 @@ class BlockManager:
             self._state.counters.leases["stale_releases"] += 1
         for entry in entries or ():
             self._state.note_release(entry)
+
+    def renew(self, lease: LeaseId, *, owner: Owner) -> float:
+        """Have a lease last its full time from now; returns the seconds, 0.0 if there is no such lease."""
+        return self._granter.renew(lease, owner)
+
+    def has_anything(self, owner: Owner) -> bool:
+        """Whether an owner has a lease or a lent slot."""
+        return self._state.leases.has_anything(owner)
+
+    def has_slots(self, slots: Sequence[Slot], *, owner: Owner) -> bool:
+        """Whether slots are lent to an owner whose time for writing into them is not over."""
+        return all(self._state.leases.lent(owner, slot) is not None for slot in slots)
+
+    @property
+    def lease_s(self) -> float:
+        """Seconds that a lease lasts which is neither renewed nor released."""
+        return self._state.settings.lease_s
 
     def release_owner(self, owner: Owner) -> None:
         """End an owner and everything it has: leases end, unnamed slots are freed."""
@@ -380,9 +432,9 @@ class BlockManager:
         """
         shelf = self._state.directory.shelf(chain.namespace, part)
         deadline_s = self._state.deadline_s(timeout_s)
-        probed, trouble = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
-        found_below = {key: name for key, (_, name) in probed.items()}
-        return explain(self._state, shelf, chain, found_below=found_below, trouble=trouble)
+        probed = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
+        found_below = {key: name for key, (_, name) in probed.found.items()}
+        return explain(self._state, shelf, chain, found_below=found_below, unknown=probed.unknown)
 
     async def report_damage(self, chain: PrefixChain, *, part: Part | None = None) -> int:
         """Look again at blocks whose bytes a reader found wrong; returns how many were found damaged.
@@ -406,6 +458,7 @@ class BlockManager:
         return {
             "tiers": {tier.name: self._occupancy(tier) for tier in state.all_tiers()},
             "live_leases": state.leases.num_leases,
+            "overdue_slots": state.leases.num_overdue,
             "owners": state.leases.num_owners,
             "loads": self._loader.num_loads,
             "epochs": state.directory.epochs(),
@@ -432,133 +485,6 @@ class BlockManager:
                 occupancy["queued_blocks"] = self._mover.queue_lengths().get(lower.name, 0)
         return occupancy
 
-    async def _learn(self, tier: Tier, *, is_trusted: bool) -> None:
-        """File what a tier holds from an earlier run; what contradicts the directory is dropped."""
-        state = self._state
-        headers = await tier.scan()
-        if not is_trusted:
-            await tier.drop([header.block for header in headers])
-            return
-        with garbage_collection_paused():
-            names, strangers = state.directory.adopt(headers, tier.name)
-            if names:
-                # One "chain" whose first block is the most recently used: policies insert from the back.
-                state.policies[tier.name].insert(names[::-1])
-        if strangers:
-            logger.warning(
-                "%s: %d blocks contradict their namespace or are encrypted: dropped",
-                tier.name,
-                len(strangers),
-            )
-            await tier.drop(strangers)
-
-    async def _match_by_probe(
-        self, shelf: Shelf, chain: PrefixChain, deadline_s: float
-    ) -> tuple[list[str], MissReason | None]:
-        probed, trouble = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
-        tiers: list[str] = []
-        state, down = self._state, self._state.down_tiers()
-        for key in chain.keys:
-            entry = shelf.entries.get(key)
-            fastest = None if entry is None else state.fastest(entry, down)
-            if fastest is not None:
-                tiers.append(fastest)
-            elif key in probed:
-                tiers.append(probed[key][1])
-            else:
-                is_down = entry is not None and entry.fastest is not None
-                gone = MissReason.UNAVAILABLE if is_down else state.directory.why_gone(shelf.name(key))
-                return tiers, trouble or gone
-        return tiers, None
-
-    async def _bring_up(
-        self, shelf: Shelf, chain: PrefixChain, held: list[BlockEntry], deadline_s: float
-    ) -> tuple[list[str], MissReason | None]:
-        """Locate, hold and load: (origins of the leading blocks that are READY on top, why not more)."""
-        state = self._state
-        located = self._loader.locate(shelf, chain, {})
-        for item in located:
-            state.hold(item.entry, held)
-        reason = None
-        if len(located) < len(chain):
-            probed, trouble = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
-            before = len(located)
-            located = self._loader.locate(shelf, chain, probed)
-            for item in located[before:]:
-                state.hold(item.entry, held)
-            if len(located) < len(chain):
-                missing = shelf.entries.get(chain.keys[len(located)])
-                is_down = missing is not None and missing.fastest is not None
-                gone = state.directory.why_gone(shelf.name(chain.keys[len(located)]))
-                reason = trouble or (MissReason.UNAVAILABLE if is_down else gone)
-        num_ready, load_reason = await self._loader.load(shelf, located, held, deadline_s=deadline_s)
-        return [item.origin for item in located[:num_ready]], load_reason or reason
-
-    def _all_on_top(self, shelf: Shelf, chain: PrefixChain) -> list[BlockEntry] | None:
-        """Return the entries of a chain that is READY in the top tier as a whole, else None."""
-        top = self._state.top.name
-        get = shelf.entries.get
-        entries: list[BlockEntry] = []
-        for key in chain.keys:
-            entry = get(key)
-            if entry is None or entry.fastest != top:
-                return None
-            entries.append(entry)
-        return entries
-
-    def _lease_to(
-        self,
-        owner: Owner,
-        shelf: Shelf,
-        chain: PrefixChain,
-        entries: Sequence[BlockEntry],
-        origins: list[str],
-        reason: MissReason | None,
-    ) -> Fetched:
-        """Lease READY leading blocks to whoever asked for a chain, and count how its lookups ended."""
-        state = self._state
-        blocks: tuple[FetchedBlock, ...] = ()
-        lease = None
-        if entries and not state.leases.is_live(owner):
-            entries, origins, reason = [], [], MissReason.UNAVAILABLE
-        within = self._within_pin_budget(entries)
-        if within < len(entries):
-            entries, origins, reason = entries[:within], origins[:within], MissReason.QUOTA
-        if entries:
-            lease = state.leases.grant(owner, entries, state.clock() + state.settings.lease_s)
-            blocks = tuple(map(self._fetched, entries, origins))
-        self._note_use(entries)
-        state.counters.fetch.count(len(chain), origins, reason)
-        return Fetched(blocks, lease, reason)
-
-    def _within_pin_budget(self, entries: Sequence[BlockEntry]) -> int:
-        """How many of these leading blocks their namespace may lease now."""
-        state = self._state
-        ratio = state.settings.pin_budget_ratio
-        if ratio >= 1.0 or not entries:
-            return len(entries)
-        left = ratio * state.top.capacity_bytes - state.leases.leased_bytes(entries[0].shelf.namespace)
-        for index, entry in enumerate(entries):
-            left -= 0 if entry.leases else entry.length_bytes
-            if left < 0:
-                return index
-        return len(entries)
-
-    def _note_use(self, entries: Sequence[BlockEntry]) -> None:
-        state = self._state
-        names = [entry.name for entry in entries]
-        for policy in state.policies.values():
-            policy.touch(names)
-        self._uses.note(entries)
-        if state.settings.write_mode is WriteMode.SECOND_HIT:
-            self._mover.write_through(entries)
-
-    def _fetched(self, entry: BlockEntry, origin: str) -> FetchedBlock:
-        copy = entry.copies[self._state.top.name]
-        assert copy.slot is not None, "a READY copy in the top tier has no slot"
-        generation = self._state.top.generation(copy.slot)
-        return FetchedBlock(copy.slot, generation, entry.length_bytes, copy.checksum, origin)
-
     def _take_effect(self, entries: Sequence[BlockEntry], slots: Sequence[Slot]) -> None:
         for entry in entries:
             self._state.note_release(entry)
@@ -584,8 +510,9 @@ class BlockManager:
                 self.expire()
                 self._doubt_tiers_that_are_down()
                 await self._uses.tell()
+                await self._learner.take_news()
             except Exception:
-                logger.exception("ending expired leases, or telling tiers of uses, failed")
+                logger.exception("ending expired leases, or an exchange with the tiers, failed")
 
     def _doubt_tiers_that_are_down(self) -> None:
         """Believe nothing of a shared tier that may have lost everything meanwhile."""
@@ -594,7 +521,11 @@ class BlockManager:
                 self._state.beliefs[tier.name].clear()
 
     def expire(self) -> None:
-        """End leases and lendings that are past their deadline; runs by itself several times a second."""
-        entries, slots = self._state.leases.expire(self._state.clock())
-        self._state.counters.leases["expired"] += len(entries) + len(slots)
-        self._take_effect(entries, slots)
+        """End leases and lendings that are past their deadline; runs by itself several times a second.
+
+        A lent slot past its deadline cannot be committed any more; it is freed when it is returned, or with
+        its owner.
+        """
+        entries, num_overdue = self._state.leases.expire(self._state.clock())
+        self._state.counters.leases["expired"] += len(entries) + num_overdue
+        self._take_effect(entries, ())

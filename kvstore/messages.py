@@ -12,16 +12,20 @@ from kvstore.answers import (
     Done,
     Failed,
     FailureCode,
+    Leased,
     Lent,
     LentSlot,
     Matched,
+    Presence,
     Ready,
     ReadySlot,
+    Renewed,
     Report,
+    Seen,
     Welcome,
 )
 from kvstore.errors import ProtocolMismatch
-from kvstore.message_fields import ChainRef, TierNames, timeout_us
+from kvstore.message_fields import ChainRef, KeySet, TierNames, timeout_us
 from kvstore.requests import (
     AdvanceEpoch,
     Check,
@@ -29,15 +33,22 @@ from kvstore.requests import (
     Demote,
     Drop,
     Erase,
+    Exists,
     Fetch,
     Flush,
     Hello,
+    HelloReader,
+    LeaseChain,
     ListNamespaces,
     Match,
+    MatchAndLease,
     OpenNamespace,
+    Peek,
     Ping,
     Prefetch,
     Release,
+    Renew,
+    ReportDamage,
     Reserve,
     ReturnSlots,
     Stats,
@@ -66,9 +77,18 @@ Request: TypeAlias = (
     | Demote
     | AdvanceEpoch
     | ListNamespaces
+    | Exists
+    | LeaseChain
+    | MatchAndLease
+    | Renew
+    | ReportDamage
+    | HelloReader
+    | Peek
     | Erase
 )
-Answer: TypeAlias = Welcome | Done | Count | Matched | Ready | Lent | Report | Failed
+Answer: TypeAlias = (
+    Welcome | Done | Count | Matched | Ready | Lent | Report | Presence | Leased | Renewed | Seen | Failed
+)
 
 _REQUESTS: dict[int, type[Request]] = {
     kind.KIND: kind
@@ -91,11 +111,19 @@ _REQUESTS: dict[int, type[Request]] = {
         Demote,
         AdvanceEpoch,
         ListNamespaces,
+        Exists,
+        LeaseChain,
+        MatchAndLease,
+        Renew,
+        ReportDamage,
+        HelloReader,
+        Peek,
         Erase,
     )
 }
 _ANSWERS: dict[int, type[Answer]] = {
-    kind.KIND: kind for kind in (Welcome, Done, Count, Matched, Ready, Lent, Report, Failed)
+    kind.KIND: kind
+    for kind in (Welcome, Done, Count, Matched, Ready, Lent, Report, Presence, Leased, Renewed, Seen, Failed)
 }
 
 
@@ -141,26 +169,38 @@ __all__ = [
     "Done",
     "Drop",
     "Erase",
+    "Exists",
     "Failed",
     "FailureCode",
     "Fetch",
     "Flush",
     "Hello",
+    "HelloReader",
+    "KeySet",
+    "LeaseChain",
+    "Leased",
     "Lent",
     "LentSlot",
     "ListNamespaces",
     "Match",
+    "MatchAndLease",
     "Matched",
     "OpenNamespace",
+    "Peek",
     "Ping",
     "Prefetch",
+    "Presence",
     "Ready",
     "ReadySlot",
     "Release",
+    "Renew",
+    "Renewed",
     "Report",
+    "ReportDamage",
     "Request",
     "Reserve",
     "ReturnSlots",
+    "Seen",
     "Stats",
     "TierNames",
     "UnusedSlot",

@@ -42,34 +42,62 @@ class Putter:
         Raises:
             InvalidRequest: the namespace is not open.
         """
+        at_once = self.reserve_at_once(chain, owner=owner, part=part)
+        if at_once is not None:
+            return at_once
         state = self._state
-        shelf = state.directory.shelf(chain.namespace, part)
-        if shelf.is_stale or self.is_draining:
-            state.counters.puts["dropped"] += len(chain)
-            return Reserved((), 0)
-        missing = self._missing(shelf, chain)
-        present = len(chain) - len(missing)
-        state.counters.puts["present"] += present
-        self._touch(shelf, chain, len(chain))
-        if not missing:
-            return Reserved((), present)
         deadline_s = state.deadline_s(timeout_s)
+        shelf = state.directory.shelf(chain.namespace, part)
+        missing = self._missing(shelf, chain)
+        self._note_present(shelf, chain, missing)
         within = await self._space.fit_quota_on_top(shelf, len(missing), deadline_s=deadline_s)
         await self._space.make_room_on_top(
             shelf.length_bytes, within, deadline_s=deadline_s, by=shelf.namespace
         )
-        if not state.leases.is_live(owner):
+        return self._lend_missing(owner, shelf, chain, missing, within=within)
+
+    def reserve_at_once(
+        self, chain: PrefixChain, *, owner: Owner, part: Part | None = None
+    ) -> Reserved | None:
+        """As ``reserve``, but None where room would have to be made first.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        shelf = self._state.directory.shelf(chain.namespace, part)
+        if shelf.is_stale or self.is_draining:
+            self._state.counters.puts["dropped"] += len(chain)
+            return Reserved((), 0)
+        missing = self._missing(shelf, chain)
+        if missing and not self._space.has_room_now(shelf.length_bytes, len(missing)):
+            return None
+        self._note_present(shelf, chain, missing)
+        return self._lend_missing(owner, shelf, chain, missing, within=len(missing))
+
+    def _note_present(self, shelf: Shelf, chain: PrefixChain, missing: Sequence[int]) -> None:
+        """Count what is stored already; it is a use, so that it does not leave to make room for the rest."""
+        self._state.counters.puts["present"] += len(chain) - len(missing)
+        if len(missing) < len(chain):
+            self._touch(shelf, chain)
+
+    def _lend_missing(
+        self, owner: Owner, shelf: Shelf, chain: PrefixChain, missing: Sequence[int], *, within: int
+    ) -> Reserved:
+        """Lend slots for ``within`` of the missing blocks, as many as there are; the rest was dropped."""
+        state, present = self._state, len(chain) - len(missing)
+        if not missing or not state.leases.is_live(owner):
             return Reserved((), present)
         slots = state.take_slots(shelf.length_bytes, within)
-        state.counters.puts["dropped"] += len(missing) - len(slots)
-        state.counters.puts["over_quota"] += len(missing) - within
-        self._remember_dropped(
-            shelf, [chain.keys[index] for index in missing[len(slots) :]], within=within - len(slots)
-        )
+        if len(slots) < len(missing):
+            state.counters.puts["dropped"] += len(missing) - len(slots)
+            state.counters.puts["over_quota"] += len(missing) - within
+            self._remember_dropped(
+                shelf, [chain.keys[index] for index in missing[len(slots) :]], within=within - len(slots)
+            )
         self._lend(owner, slots, shelf.length_bytes)
+        generation = state.top.generation
         lent = [
-            ReservedSlot(index, slot, state.top.generation(slot))
-            for index, slot in zip(missing, slots, strict=False)
+            ReservedSlot(index, slot, generation(slot)) for index, slot in zip(missing, slots, strict=False)
         ]
         return Reserved(tuple(lent), present)
 
@@ -194,8 +222,8 @@ class Putter:
             reason = MissReason.NO_ROOM if position < within else MissReason.QUOTA
             state.directory.remember_gone(shelf.name(key), Gone(reason, state.top.name, state.clock()))
 
-    def _touch(self, shelf: Shelf, chain: PrefixChain, num_blocks: int) -> None:
+    def _touch(self, shelf: Shelf, chain: PrefixChain) -> None:
         entries = shelf.entries
-        names = [entries[key].name for key in chain.keys[:num_blocks] if key in entries]
+        names = [entries[key].name for key in chain.keys if key in entries]
         for policy in self._state.policies.values():
             policy.touch(names)

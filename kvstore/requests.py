@@ -14,6 +14,7 @@ from kvstore.message_fields import (
     ChainRef,
     ChainRequest,
     EmptyMessage,
+    KeySet,
     Values,
     byte_string,
     check_positions,
@@ -319,6 +320,92 @@ class ListNamespaces(EmptyMessage):
     """Ask for the namespaces that clients opened; salts are not told."""
 
     KIND: ClassVar[int] = 18
+
+
+@dataclass(frozen=True, slots=True)
+class Exists:
+    """Which of these blocks, in any order, are stored?"""
+
+    KIND: ClassVar[int] = 19
+    about: KeySet
+    timeout_us: int
+
+    def to_wire(self) -> Values:
+        """Return the keys' values and the time."""
+        return (*self.about.to_wire(), self.timeout_us)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked request."""
+        count_fields(values, KeySet.FIELDS + 1, "exists")
+        return cls(KeySet.from_wire(values[:-1]), integer(values[-1], 0, MAX_TIMEOUT_US, "timeout"))
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseChain(ChainRequest):
+    """Make the longest stored prefix ready in arena slots and lease it for longer than one copy."""
+
+    KIND: ClassVar[int] = 20
+
+
+@dataclass(frozen=True, slots=True)
+class MatchAndLease(ChainRequest):
+    """How many leading blocks are stored? Lease those of them that lie in arena slots already."""
+
+    KIND: ClassVar[int] = 21
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """Have a lease last its full time again, from now."""
+
+    KIND: ClassVar[int] = 22
+    lease: int
+
+    def to_wire(self) -> Values:
+        """Return the lease."""
+        return (self.lease,)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked request."""
+        count_fields(values, 1, "renew")
+        return cls(integer(values[0], 0, U64, "lease"))
+
+
+@dataclass(frozen=True, slots=True)
+class ReportDamage:
+    """Say that blocks in the arena have wrong bytes; their lease goes on. Not answered."""
+
+    KIND: ClassVar[int] = 23
+    about: ChainRef
+
+    def to_wire(self) -> Values:
+        """Return the chain's values."""
+        return self.about.to_wire()
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked message."""
+        count_fields(values, ChainRef.FIELDS, "report_damage")
+        try:
+            return cls(ChainRef.from_wire(values))
+        except InvalidRequest as error:  # nobody waits for an answer that could say so
+            raise ProtocolMismatch(f"message: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class HelloReader(Hello):
+    """First frame of a client that never writes: it is sent no descriptor that could be written to."""
+
+    KIND: ClassVar[int] = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Peek(ChainRequest):
+    """As Fetch, but blocks that are all in the arena now are not leased: the reader's checks must do."""
+
+    KIND: ClassVar[int] = 25
 
 
 @dataclass(frozen=True, slots=True)

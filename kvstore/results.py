@@ -53,6 +53,15 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
+class MatchedLease:
+    """What is stored of a chain, and of that the leading blocks in the top tier, under one lease."""
+
+    match: PrefixMatch
+    blocks: tuple[FetchedBlock, ...]
+    lease: LeaseId | None
+
+
+@dataclass(frozen=True, slots=True)
 class ReservedSlot:
     """A slot lent to a writer. ``index`` is the block's position in the chain that was asked for."""
 

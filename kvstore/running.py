@@ -3,17 +3,21 @@
 import asyncio
 import contextlib
 import os
+import resource
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from kvstore.assembly import assemble
-from kvstore.config import Config
+from kvstore.assembly import Store, assemble
+from kvstore.config import Config, HttpConfig
 from kvstore.errors import ServerUnavailable
 from kvstore.server import StoreServer
+
+if TYPE_CHECKING:
+    from kvstore.http import HttpFace
 
 _JOIN_PATIENCE_S = 30.0
 
@@ -32,20 +36,49 @@ async def serving(
     server = StoreServer(
         store.manager, socket_path=socket_path, max_connections=config.server.max_connections
     )
-    # First the socket: where another server has it, no folder of a tier is made or touched.
-    await server.listen()
-    try:
+    face = None if config.http is None else _http_face(config, config.http, store, server)
+    async with contextlib.AsyncExitStack() as stack:
+        # First the addresses: where another server has them, no folder of a tier is made or touched.
+        stack.push_async_callback(server.stop)
+        await server.listen()
+        if face is not None:
+            stack.push_async_callback(face.stop)
+            await face.listen()
+            server.http_url = face.url
+        stack.push_async_callback(store.manager.close)
         await store.manager.open()
-        try:
-            server.start(store.dram.arena.fd)
-            try:
-                yield server
-            finally:
-                await server.stop()
-        finally:
-            await store.manager.close()
-    finally:
-        await server.stop()
+        stack.push_async_callback(server.stop)
+        server.start(store.dram.arena.fd)
+        if face is not None:
+            stack.push_async_callback(face.stop)
+            face.start()
+        yield server
+
+
+def _http_face(config: Config, http: HttpConfig, store: Store, server: StoreServer) -> "HttpFace":
+    # Only a store with such a section needs aiohttp.
+    from kvstore.doors import Doors
+    from kvstore.http import HttpFace, Limits
+    from kvstore.http.limits import connection_cap
+
+    max_fds, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = Limits(
+        max_connections=connection_cap(
+            http.max_connections,
+            max_fds=None if max_fds == resource.RLIM_INFINITY else max_fds,
+            others=config.server.max_connections,
+        ),
+        requests_per_s=http.requests_per_s,
+    )
+    return HttpFace(
+        store.manager,
+        store.dram,
+        http.host_port,
+        limits=limits,
+        doors=Doors.make(http),
+        lease_s=config.store.lease_s,
+        server_stats=server.counters.as_dict,
+    )
 
 
 OpenServer = Callable[[], AbstractAsyncContextManager[StoreServer]]

@@ -8,11 +8,20 @@ import socket
 import struct
 from pathlib import Path
 
+from kvstore.arena_view import open_read_only
 from kvstore.errors import ProtocolMismatch, ServerUnavailable
 from kvstore.late_work import LateWork
 from kvstore.log_limit import LimitedWarning
 from kvstore.manager import BlockManager
-from kvstore.messages import INSTANCE_BYTES, Failed, Hello, Welcome, decode_request, encode_message
+from kvstore.messages import (
+    INSTANCE_BYTES,
+    Failed,
+    Hello,
+    HelloReader,
+    Welcome,
+    decode_request,
+    encode_message,
+)
 from kvstore.server_address import parse_address
 from kvstore.server_socket import BACKLOG, listening_socket
 from kvstore.serving import MAX_IN_FLIGHT, Connection, ServerCounters
@@ -20,7 +29,10 @@ from kvstore.wire import FrameDecoder
 
 logger = logging.getLogger(__name__)
 
-_GREETING_TIMEOUT_S = 5.0
+_GREETING_TIMEOUT_S = 2.0
+_IDLE_S = 10.0
+"""How long a connection must have been silent, holding nothing, to make way when there is no room."""
+
 _ACCEPT_PAUSE_S = 0.1
 _LATE_S = 2.0
 _PEER = struct.Struct("3i")
@@ -43,6 +55,7 @@ class StoreServer:
     ) -> None:
         self._manager = manager
         self._arena_fd: int | None = None
+        self._reading_fd: int | None = None
         self._socket_path = socket_path
         self._max_connections = max_connections
         self._instance = os.urandom(INSTANCE_BYTES)
@@ -50,6 +63,7 @@ class StoreServer:
         self._bound: tuple[Path, os.stat_result] | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._greetings: set[asyncio.Task[None]] = set()
+        self._silent: dict[asyncio.Task[None], None] = {}  # of those, who has not greeted yet; oldest first
         self._connections: set[Connection] = set()
         self._is_started = False
         self._is_stopping = False
@@ -57,6 +71,8 @@ class StoreServer:
         self._malformed = LimitedWarning(logger)
         self._refusals = LimitedWarning(logger)
         self.counters = ServerCounters()
+        self.http_url: str | None = None
+        """Where the same store is reached over HTTP, if it is."""
 
     async def listen(self) -> None:
         """Listen on the socket, made with mode 0600, its folder with 0700. A stale socket file is replaced.
@@ -76,18 +92,26 @@ class StoreServer:
     def start(self, arena_fd: int | None) -> None:
         """Let clients in, the manager being open.
 
-        ``arena_fd`` is the top tier's memfd, sent to every client (None: clients can neither fetch nor put);
-        it stays the caller's.
+        ``arena_fd`` is the top tier's memfd (None: clients can neither fetch nor put); it stays the caller's.
+        Clients that may write are sent it, and all of them one for reading only.
         """
         self._arena_fd = arena_fd
+        self._reading_fd = None if arena_fd is None else open_read_only(arena_fd)
         self._is_started = True
 
     def serve_socket(self, sock: socket.socket) -> None:
         """Serve a connected socket, one end of a pair. Takes it over; call it on the loop's thread."""
         sock.setblocking(False)
+        if len(self._silent) >= BACKLOG:
+            # Whoever means it has sent its greeting with the connection: the one silent for longest goes.
+            oldest = next(iter(self._silent))
+            del self._silent[oldest]
+            oldest.cancel()
+            self.counters.silent_greetings += 1
         task = asyncio.create_task(self._greet(sock))
         self._greetings.add(task)
-        task.add_done_callback(self._greetings.discard)
+        self._silent[task] = None
+        task.add_done_callback(self._forget_greeting)
 
     @property
     def num_connections(self) -> int:
@@ -117,6 +141,9 @@ class StoreServer:
             connection.abort()
         await asyncio.sleep(0)
         await self._late_work.close(patience_s=_LATE_S)
+        reading_fd, self._reading_fd = self._reading_fd, None
+        if reading_fd is not None:
+            os.close(reading_fd)
 
     def _unlisten(self) -> None:
         bound, self._bound = self._bound, None
@@ -129,6 +156,10 @@ class StoreServer:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+
+    def _forget_greeting(self, task: "asyncio.Task[None]") -> None:
+        self._greetings.discard(task)
+        self._silent.pop(task, None)
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -151,8 +182,9 @@ class StoreServer:
                     self._refuse(sock, refusal)
                     return
                 decoder = FrameDecoder()
-                await self._read_hello(sock, decoder)
-                self._send_welcome(sock)
+                hello = await self._read_hello(sock, decoder)
+                self._note_greeted()
+                self._send_welcome(sock, is_reader=isinstance(hello, HelloReader))
         except ProtocolMismatch as error:
             self.counters.protocol_errors += 1
             self._malformed.warn("server: closed a connection at its greeting: %s", error)
@@ -166,6 +198,11 @@ class StoreServer:
             sock.close()
             raise
         await self._hand_over(sock, decoder)
+
+    def _note_greeted(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "a greeting is a task"
+        self._silent.pop(task, None)
 
     async def _hand_over(self, sock: socket.socket, decoder: FrameDecoder) -> None:
         connection = Connection(
@@ -188,15 +225,23 @@ class StoreServer:
         _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
         if uid != os.geteuid():
             return ServerUnavailable(f"server: it belongs to user {os.geteuid()}, not to user {uid}")
-        if len(self._connections) >= self._max_connections:
+        if len(self._connections) >= self._max_connections and not self._end_idle_connection():
             return ServerUnavailable(
                 f"server: {self._max_connections} clients are connected, none more: raise max_connections"
             )
-        if len(self._greetings) > BACKLOG:
-            return ServerUnavailable(f"server: {BACKLOG} clients are greeting at once, none more")
         if self._is_stopping:
             return ServerUnavailable("server: stopping")
         return None if self._is_started else ServerUnavailable("server: starting: its tiers are being opened")
+
+    def _end_idle_connection(self) -> bool:
+        """Make room for a client: end the connection that has been idle, holding nothing, for longest."""
+        idle = max(self._connections, key=lambda connection: connection.idle_s)
+        if idle.idle_s <= _IDLE_S:
+            return False
+        self.counters.idle_ended += 1
+        self._connections.discard(idle)
+        idle.abort()
+        return True
 
     def _refuse(self, sock: socket.socket, error: ServerUnavailable | ProtocolMismatch) -> None:
         if isinstance(error, ServerUnavailable):
@@ -209,7 +254,7 @@ class StoreServer:
             sock.send(encode_message(Failed.of(error_to_send), 0))
         sock.close()
 
-    async def _read_hello(self, sock: socket.socket, decoder: FrameDecoder) -> None:
+    async def _read_hello(self, sock: socket.socket, decoder: FrameDecoder) -> Hello:
         loop = asyncio.get_running_loop()
         while (frame := decoder.next_frame()) is None:
             data = await loop.sock_recv(sock, 4096)
@@ -219,12 +264,14 @@ class StoreServer:
         request = decode_request(frame)
         if not isinstance(request, Hello):
             raise ProtocolMismatch(f"message: {type(request).__name__} before the greeting")
+        return request
 
-    def _send_welcome(self, sock: socket.socket) -> None:
-        if self._arena_fd is None:
+    def _send_welcome(self, sock: socket.socket, *, is_reader: bool) -> None:
+        if self._arena_fd is None or self._reading_fd is None:
             sock.send(encode_message(Welcome(self._instance, 0, MAX_IN_FLIGHT), 0))
             return
         arena_bytes = os.fstat(self._arena_fd).st_size
         frame = encode_message(Welcome(self._instance, arena_bytes, MAX_IN_FLIGHT), 0)
         # The buffer of a fresh socket holds far more than this frame, so it goes out whole.
-        socket.send_fds(sock, [frame], [self._arena_fd])
+        fds = [self._reading_fd] if is_reader else [self._reading_fd, self._arena_fd]
+        socket.send_fds(sock, [frame], fds)

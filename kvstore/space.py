@@ -98,6 +98,11 @@ class Space:
         self._state = state
         self._demoter = demoter
 
+    def has_room_now(self, length_bytes: int, count: int) -> bool:
+        """Whether ``count`` slots of the top tier can be had as it is, whoever wants them."""
+        state = self._state
+        return state.settings.namespace_quota_ratio >= 1.0 and state.top.has_room(length_bytes, count)
+
     async def make_room_on_top(
         self,
         length_bytes: int,

@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.errors import CorruptBlock
@@ -13,6 +13,10 @@ from kvstore.tenant_record import MAX_NUMBER, RecordKind, TenantRecord, UnknownM
 from kvstore_tiers.sealing import DataKey, Random, key_id
 
 logger = logging.getLogger(__name__)
+
+
+StoredRecord = tuple[TenantRecord, bytes]
+"""A record and its stored form."""
 
 
 @dataclass(slots=True)
@@ -63,11 +67,11 @@ class TenantKeys:
         self._by_id: dict[bytes, DataKey] = {}
         self.is_dirty = False
 
-    def learn(self, records: Iterable[bytes]) -> tuple[int, int]:
-        """Take in what the files hold; returns how many records are sound, and how many of other masters."""
-        known: list[tuple[TenantRecord, bytes]] = []
+    def parse(self, stored: Iterable[bytes]) -> tuple[list[StoredRecord], int]:
+        """Return what files hold, and how many of their records other master keys made."""
+        known: list[StoredRecord] = []
         num_foreign = 0
-        for packed in records:
+        for packed in stored:
             try:
                 known.append((TenantRecord.unpack(packed, self._masters), packed))
             except UnknownMaster:
@@ -75,16 +79,19 @@ class TenantKeys:
             except CorruptBlock as error:
                 logger.error("keys: a record in the key file is dropped: %s", error)
                 self.is_dirty = True
+        return known, num_foreign
+
+    def learn(self, known: Sequence[StoredRecord]) -> None:
+        """Take in what files hold."""
         for record, _ in known:
             at = self.state(record.tenant)
-            at.erased = max(at.erased, record.number - (record.kind is RecordKind.KEY))
+            at.erased = max(at.erased, record.num_erased)
             at.is_untold |= record.kind is RecordKind.ERASED_UNTOLD
         for record, packed in known:
             if record.kind is RecordKind.KEY and record.number == self.state(record.tenant).number:
                 self.hold(record, packed)
         for at in self._tenants.values():
             at.told = 0 if at.is_untold else at.erased
-        return len(known), num_foreign
 
     def state(self, tenant: TenantId) -> TenantState:
         """Return the state of a tenant, made if there is none."""

@@ -54,6 +54,11 @@ class TenantRecord:
     secret: bytes = b""
     master_id: bytes = b""
 
+    @property
+    def num_erased(self) -> int:
+        """How many of the tenant's keys are gone, as far as this record tells."""
+        return self.number - (self.kind is RecordKind.KEY)
+
     def pack(self, master: MasterKey, *, random: Random = os.urandom) -> bytes:
         """Return the stored form, wrapped by a master key."""
         fields = (_MAGIC, self.kind, self.number, self.tenant, master.id)

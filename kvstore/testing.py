@@ -99,7 +99,7 @@ class MemoryTier:
         """Make it unusable. Idempotent."""
         self._is_open = False
 
-    async def scan(self) -> list[BlockHeader]:
+    async def scan(self) -> Sequence[BlockHeader]:
         """Return the headers of all copies, least recently used first; nothing for a shared tier."""
         return [] if self._is_shared else [header for header, _ in self.stored.values()]
 
@@ -242,7 +242,7 @@ class FaultyTier:
         """Close the inner tier."""
         await self.inner.close()
 
-    async def scan(self) -> list[BlockHeader]:
+    async def scan(self) -> Sequence[BlockHeader]:
         """Scan the inner tier."""
         return await self.inner.scan()
 

@@ -8,10 +8,10 @@ them.
 
 import enum
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from typing import NamedTuple, NewType, Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, NewType, Protocol, runtime_checkable
 
 from kvstore.checksum import checksum
 from kvstore.errors import CorruptBlock, InvalidLayout
@@ -233,10 +233,14 @@ class Probe:
     """What a shared tier answers about blocks: for each the tier that holds it, or None.
 
     ``reason`` says why the first None is one, where the tier knows more than that the block is not there.
+    ``unknown`` says so of single blocks, by their place; without it ``reason`` holds for every None.
+    ``num_known`` is given by a tier that stopped early: behind that many blocks a None says nothing.
     """
 
     tiers: list[str | None]
     reason: MissReason | None = None
+    unknown: Mapping[int, MissReason] = field(default_factory=dict)
+    num_known: int | None = None
 
 
 class Tier(Protocol):
@@ -283,7 +287,7 @@ class Tier(Protocol):
     async def close(self) -> None:
         """Finish what is under way, make it durable, and let go of the medium. Idempotent."""
 
-    async def scan(self) -> list[BlockHeader]:
+    async def scan(self) -> Sequence[BlockHeader]:
         """Return what it holds, least recently used first. Empty for a shared tier."""
 
     def open_namespace(self, namespace: Namespace) -> None:
@@ -306,6 +310,22 @@ class Tier(Protocol):
 
     def has_room(self, length_bytes: int, count: int = 1) -> bool:
         """Return whether ``count`` more copies of that length fit now without a drop."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierNews:
+    """Copies that came to light in a tier, and copies that are lost, though nobody wrote or dropped them."""
+
+    found: Sequence[BlockHeader] = ()
+    lost: Sequence[BlockHeader] = ()
+
+
+@runtime_checkable
+class ChangingTier(Protocol):
+    """What a Tier of several media is too: one of them may come late, or vanish, while it is open."""
+
+    def take_news(self) -> TierNews:
+        """Return what came or went since this was last asked; each once, least recently used first."""
 
 
 Slot = NewType("Slot", int)

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.checksum import copy_with_checksum, copy_with_source_checksum
+from kvstore.checksum import as_bytes_array, copy_array_with_checksum, copy_with_source_checksum
 from kvstore.errors import InvalidRequest
 from kvstore.messages import LentSlot, ReadySlot, WrittenSlot
 
@@ -29,28 +29,36 @@ class SlotReader(Protocol):
     """An arena as readers see it."""
 
     def slot(self, offset: int, length_bytes: int) -> memoryview:
-        """Return the slot's bytes."""
+        """Return the slot's bytes in place."""
+
+    def slot_array(self, offset: int, length_bytes: int) -> Bytes:
+        """Return the slot's bytes in place, as an array."""
 
     def generation(self, offset: int) -> int:
         """Return the slot's generation."""
 
 
-def byte_view(buffer: Buffer, what: str) -> Bytes:
+def byte_view(buffer: Buffer, what: str, index: int | None = None) -> Bytes:
     """Return a flat uint8 array over a buffer's memory, read-only if the buffer is.
 
     Raises:
-        InvalidRequest: no buffer, not contiguous, or not on the CPU.
+        InvalidRequest: no buffer, not contiguous, or not on the CPU: named ``what``, or ``what[index]``.
     """
     try:
-        if isinstance(buffer, np.ndarray):
-            if not buffer.flags.c_contiguous:
-                raise InvalidRequest(f"{what}: the array is not C-contiguous: pass numpy.ascontiguousarray()")
-            return buffer.reshape(-1).view(np.uint8)
-        if hasattr(buffer, "untyped_storage"):
-            return _tensor_view(buffer, what)
-        return np.frombuffer(buffer, dtype=np.uint8)
+        return _byte_view(buffer)
     except (TypeError, ValueError, BufferError) as error:
-        raise InvalidRequest(f"{what}: {type(buffer).__name__} is no contiguous buffer: {error}") from error
+        name = what if index is None else f"{what}[{index}]"
+        raise InvalidRequest(f"{name}: {type(buffer).__name__} is no contiguous buffer: {error}") from error
+
+
+def _byte_view(buffer: Buffer) -> Bytes:
+    if isinstance(buffer, np.ndarray):
+        if not buffer.flags.c_contiguous:
+            raise ValueError("it is not C-contiguous: pass numpy.ascontiguousarray()")
+        return as_bytes_array(buffer)
+    if hasattr(buffer, "untyped_storage"):
+        return _tensor_view(buffer)
+    return np.frombuffer(buffer, dtype=np.uint8)
 
 
 def split_buffers(buffers: Buffer, *, length_bytes: int, count: int, what: str) -> list[Bytes]:
@@ -64,12 +72,14 @@ def split_buffers(buffers: Buffer, *, length_bytes: int, count: int, what: str) 
     if isinstance(buffers, (list, tuple)):
         if len(buffers) != count:
             raise InvalidRequest(f"{what}: {len(buffers)} buffers for {count} blocks")
-        views = [byte_view(buffer, f"{what}[{index}]") for index, buffer in enumerate(buffers)]
-        for index, view in enumerate(views):
+        views = []
+        for index, buffer in enumerate(buffers):
+            view = byte_view(buffer, what, index)
             if len(view) != length_bytes:
                 raise InvalidRequest(
                     f"{what}[{index}]: {len(view)} bytes, expected {length_bytes} (one block or part)"
                 )
+            views.append(view)
         return views
     whole = byte_view(buffers, what)
     if len(whole) != count * length_bytes:
@@ -104,15 +114,18 @@ def read_slots(
     lease that ended meanwhile may have let another block's bytes in) and its checksum is right (else
     DAMAGED).
     """
-    for count, (slot, buffer) in enumerate(zip(slots, buffers, strict=True)):
+    slot_array, generation_of = arena.slot_array, arena.generation
+    count = 0
+    for (offset, generation, expected), buffer in zip(slots, buffers, strict=True):
         if should_stop():
             return count, ReadEnd.STOPPED
-        found = copy_with_checksum(buffer, arena.slot(slot.offset, len(buffer)))
-        if arena.generation(slot.offset) != slot.generation:
+        found = copy_array_with_checksum(buffer, slot_array(offset, len(buffer)))
+        if generation_of(offset) != generation:
             return count, ReadEnd.STALE
-        if found != slot.checksum:
+        if found != expected:
             return count, ReadEnd.DAMAGED
-    return len(slots), ReadEnd.ALL
+        count += 1
+    return count, ReadEnd.ALL
 
 
 def write_slots(
@@ -144,12 +157,14 @@ def _write_slot(
     def may_go_on() -> bool:
         return not should_stop() and arena.generation(slot.offset) == slot.generation
 
-    return copy_with_source_checksum(arena.slot(slot.offset, len(payload)), payload, may_go_on=may_go_on)
+    return copy_with_source_checksum(
+        arena.slot_array(slot.offset, len(payload)), payload, may_go_on=may_go_on
+    )
 
 
-def _tensor_view(tensor: Any, what: str) -> Bytes:  # Any: a torch.Tensor, seen without importing torch
+def _tensor_view(tensor: Any) -> Bytes:  # Any: a torch.Tensor, seen without importing torch
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise InvalidRequest(f"{what}: the tensor must be contiguous and on the CPU, is on {tensor.device}")
+        raise ValueError(f"the tensor must be contiguous and on the CPU, is on {tensor.device}")
     flat = tensor.detach().reshape(-1)
     view: Bytes = flat.view(sys.modules["torch"].uint8).numpy()
     return view

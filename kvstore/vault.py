@@ -31,7 +31,7 @@ from kvstore.keys import Namespace, NamespaceDigest
 from kvstore.log_limit import LimitedWarning
 from kvstore.master_keys import MasterKeys
 from kvstore.tenant import TenantId, tenant_of
-from kvstore.tenant_keys import TenantKeys
+from kvstore.tenant_keys import StoredRecord, TenantKeys
 from kvstore.tenant_record import RecordKind
 from kvstore.tier import TierHealth
 from kvstore_tiers.sealing import DataKey, Random
@@ -75,6 +75,7 @@ class Vault:
         self._namespace_of: Callable[[NamespaceDigest], Namespace | None] = lambda _: None
         self._on_erased: OnErased | None = None
         self._down = "not open"
+        self._is_foreign = False
         self._keeping = asyncio.Lock()
         self._keep_again_s = 0.0
         self._running: dict[tuple[TenantId, str], asyncio.Task[None]] = {}
@@ -97,20 +98,11 @@ class Vault:
 
     async def open(self) -> None:
         """Read the keys of earlier runs, and ask what other nodes did meanwhile. Never fails: see health."""
-        records: list[bytes] = []
-        if self._file is not None:
-            records, problems = await asyncio.to_thread(self._file.read)
-            for problem in problems:
-                logger.error("keys: %s: what only it held the keys of is lost", problem)
-            self._keys.is_dirty = bool(problems) or (bool(records) and self._file.num_files > 1)
-        num_known, num_foreign = self._keys.learn(records)
-        if num_foreign:
-            self._down = (
-                f"{num_foreign} of {num_foreign + num_known} records in the key file were made with another"
-                " master key: put that one into the place that [encryption] keys names, and restart"
-            )
-            logger.error("keys: %s: nothing is read from or written to ssd and remote until then", self._down)
+        known, is_changed = await self._read_files()
+        if self._is_foreign:
             return
+        self._keys.is_dirty |= is_changed
+        self._keys.learn(known)
         deadline_s = self._clock() + _OPEN_S
         tenants = self._keys.tenants()
         for start in range(0, len(tenants), _POLL_TENANTS):
@@ -118,6 +110,37 @@ class Vault:
                 await self._consult(tenants[start : start + _POLL_TENANTS])
         await self._keep()
         self._down = ""
+
+    async def refresh(self) -> None:
+        """Read the files again: a disk that came late may hold keys, and erasures, that the others do not."""
+        if self._down:
+            return
+        known, _ = await self._read_files()
+        if self._is_foreign:
+            return
+        for record, _ in known:
+            if record.num_erased > self._keys.state(record.tenant).erased:
+                self._hear(record.tenant, record.num_erased)
+        self._keys.learn(known)
+        self._keys.is_dirty = True
+        await self._keep()
+
+    async def _read_files(self) -> tuple[list[StoredRecord], bool]:
+        """Return what the files hold, and whether they are to be written anew; down if a master key lacks."""
+        if self._file is None:
+            return [], False
+        stored, problems = await asyncio.to_thread(self._file.read)
+        for problem in problems:
+            logger.error("keys: %s: what only it held the keys of is lost", problem)
+        known, num_foreign = self._keys.parse(stored)
+        if num_foreign:
+            self._is_foreign = True
+            self._down = (
+                f"{num_foreign} of {len(stored)} records in the key file were made with another master key:"
+                " put that one into the place that [encryption] keys names, and restart"
+            )
+            logger.error("keys: %s: nothing is read from or written to ssd and remote until then", self._down)
+        return known, bool(problems) or (bool(stored) and self._file.num_files > 1)
 
     async def close(self) -> None:
         """Let what is under way end. Idempotent."""

@@ -25,6 +25,9 @@ MAX_BODY_BYTES = 1 << 20
 """Largest body of a frame; what a peer can make us hold per frame."""
 
 MAX_REQUEST_ID = (1 << 64) - 1
+_BUFFER_BYTES = 16 << 10
+"""Size of a decoder's buffer while it waits for no larger frame."""
+
 _MAX_TEXT_BYTES = 4096
 _MAX_ARRAY = 64
 _PREFIX = struct.Struct("<4sHHQI")
@@ -80,19 +83,42 @@ def decode_body(body: bytes) -> tuple[WireValue, ...]:
 
 
 class FrameDecoder:
-    """Cuts a byte stream into frames; holds at most one unfinished frame plus what was fed last."""
+    """Cuts a byte stream into frames, in a buffer that bytes are received into or fed to.
+
+    It holds at most one unfinished frame and what arrived behind it. The buffer grows to the frame it waits
+    for and falls back to its first size once that has been taken.
+    """
 
     def __init__(self, data: bytes = b"") -> None:
-        self._buffer = bytearray(data)
+        self._view = memoryview(bytearray(_BUFFER_BYTES))
+        self._start = 0
+        self._end = 0
+        self._wanted_bytes = PREFIX_BYTES
+        self.feed(data)
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes that were fed and belong to no returned frame."""
-        return len(self._buffer)
+        """Bytes that came and belong to no returned frame."""
+        return self._end - self._start
 
     def feed(self, data: bytes | memoryview) -> None:
         """Take bytes from the stream."""
-        self._buffer += data
+        end = self._end + len(data)
+        if end > len(self._view):
+            self._make_space(len(data))
+            end = self._end + len(data)
+        self._view[self._end : end] = data
+        self._end = end
+
+    def space(self) -> memoryview:
+        """Return where to receive bytes into; not empty, and valid until the next call of any method."""
+        if self._end == len(self._view) or len(self._view) - self._start < self._wanted_bytes:
+            self._make_space(1)
+        return self._view[self._end :]
+
+    def received(self, count: int) -> None:
+        """Take note of ``count`` bytes that were received into ``space``."""
+        self._end += count
 
     def next_frame(self) -> Frame | None:
         """Return the next whole frame, or None if more bytes are needed.
@@ -101,19 +127,41 @@ class FrameDecoder:
             ProtocolMismatch: foreign magic, another version, or a body above the limit. The stream cannot
                 be read any further.
         """
-        buffer = self._buffer
-        if len(buffer) < PREFIX_BYTES:
+        start = self._start
+        pending = self._end - start
+        if pending < PREFIX_BYTES:
+            self._wanted_bytes = PREFIX_BYTES
             return None
-        magic, version, kind, request_id, length = _PREFIX.unpack_from(buffer)
-        if magic != MAGIC:
-            raise ProtocolMismatch(f"frame: begins with {magic!r}, expected {MAGIC!r}")
-        if version != VERSION:
-            raise ProtocolMismatch(f"frame: protocol version {version}, this side speaks {VERSION}")
-        if length > MAX_BODY_BYTES:
-            raise ProtocolMismatch(f"frame: a body of {length} bytes, limit {MAX_BODY_BYTES}")
-        end = PREFIX_BYTES + length
-        if len(buffer) < end:
+        magic, version, kind, request_id, length = _PREFIX.unpack_from(self._view, start)
+        if magic != MAGIC or version != VERSION or length > MAX_BODY_BYTES:
+            raise _not_ours(magic, version, length)
+        size = PREFIX_BYTES + length
+        if pending < size:
+            self._wanted_bytes = size
             return None
-        body = bytes(buffer[PREFIX_BYTES:end])
-        del buffer[:end]
+        end = start + size
+        body = bytes(self._view[start + PREFIX_BYTES : end])
+        if end == self._end:
+            self._start = self._end = 0
+            if len(self._view) > _BUFFER_BYTES:
+                self._view = memoryview(bytearray(_BUFFER_BYTES))
+        else:
+            self._start = end
         return Frame(kind, request_id, body)
+
+    def _make_space(self, free_bytes: int) -> None:
+        """Move what is pending to the front of a buffer with room for the frame it begins, and for more."""
+        pending = bytes(self._view[self._start : self._end])
+        size = max(self._wanted_bytes, len(pending) + free_bytes)
+        if size > len(self._view):
+            self._view = memoryview(bytearray(size))
+        self._view[: len(pending)] = pending
+        self._start, self._end = 0, len(pending)
+
+
+def _not_ours(magic: bytes, version: int, length: int) -> ProtocolMismatch:
+    if magic != MAGIC:
+        return ProtocolMismatch(f"frame: begins with {magic!r}, expected {MAGIC!r}")
+    if version != VERSION:
+        return ProtocolMismatch(f"frame: protocol version {version}, this side speaks {VERSION}")
+    return ProtocolMismatch(f"frame: a body of {length} bytes, limit {MAX_BODY_BYTES}")

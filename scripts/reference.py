@@ -4,12 +4,14 @@ import argparse
 import dataclasses
 import enum
 import inspect
+import json
 from pathlib import Path
 
 import kvstore
 from kvstore import errors
 from kvstore.cli import COMMANDS, command_parser
 from kvstore.config_reference import configuration_reference
+from kvstore.http.openapi import openapi_document
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -43,17 +45,34 @@ def cli_reference() -> str:
         theirs = {action.dest for group in _named_groups(parser) for action in group._group_actions}
         own = [action for action in parser._actions if action.dest not in theirs]
         links = ", ".join(f"[{title}](#{_anchor(title)})" for title in named)
-        parts.append(f"## kvstore {command.name}\n\n{parser.description}\n\n{_argument_table(parser, own)}")
+        table = "" if any(map(_has_actions, own)) else f"\n{_argument_table(parser, own)}"
+        parts.append(f"## kvstore {command.name}\n\n{parser.description}\n{table}")
         if links:
             parts.append(f"And the arguments that say {links}.\n")
+        parts += _action_sections(parser, command.name)
         shared |= named
     parts += [f"## {title[0].upper()}{title[1:]}\n\n{table}" for title, table in shared.items()]
     return "\n".join(parts)
 
 
+def _action_sections(parser: argparse.ArgumentParser, command: str) -> list[str]:
+    """Return a section for each action of a command that has some, like ``kvstore keys add``."""
+    return [
+        f"### kvstore {command} {name}\n\n{chosen.description}\n\n{_argument_table(chosen, chosen._actions)}"
+        for action in parser._actions
+        if _has_actions(action)
+        for name, chosen in action.choices.items()
+    ]
+
+
+def _has_actions(action: argparse.Action) -> bool:
+    return isinstance(action, argparse._SubParsersAction)
+
+
 def _named_groups(parser: argparse.ArgumentParser) -> list[argparse._ArgumentGroup]:
     """Return the groups with a title of their own; the first two are argparse's."""
-    return parser._action_groups[2:]
+    titled = parser._action_groups[2:]
+    return [group for group in titled if group.title != "actions"]
 
 
 def _anchor(title: str) -> str:
@@ -147,10 +166,16 @@ def _cell(text: str) -> str:
     return " ".join(text.replace("``", "`").replace("|", "\\|").split())
 
 
+def openapi_page() -> str:
+    """Return ``docs/openapi.json``: the description of the HTTP API."""
+    return json.dumps(openapi_document(), indent=1) + "\n"
+
+
 PAGES = {
     "cli.md": cli_reference,
     "configuration.md": configuration_reference,
     "python_api.md": api_reference,
+    "openapi.json": openapi_page,
 }
 
 

@@ -11,5 +11,26 @@ MIB = 1 << 20
 class StoreProcess(store_process.StoreProcess):
     """``kvstore serve`` with a small dram tier and nothing below it, on a socket in ``folder``."""
 
-    def __init__(self, folder: Path, *, dram_bytes: int = 16 * MIB, lease_s: float = 30.0) -> None:
-        super().__init__(folder, StoreSettings(dram_bytes=dram_bytes, lease_s=lease_s))
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dram_bytes: int = 16 * MIB,
+        lease_s: float = 30.0,
+        http_port: int = 0,
+        http_more: str = "",
+        max_connections: int = 256,
+    ) -> None:
+        settings = StoreSettings(
+            dram_bytes=dram_bytes,
+            lease_s=lease_s,
+            http_port=http_port,
+            http_more=http_more,
+            max_connections=max_connections,
+        )
+        super().__init__(folder, settings)
+
+    @property
+    def url(self) -> str:
+        """Where it speaks HTTP."""
+        return f"http://127.0.0.1:{self.settings.http_port}"

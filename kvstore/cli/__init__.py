@@ -43,6 +43,7 @@ COMMANDS = (
         "destroy a tenant's key, so that nothing stored for it can be read again",
     ),
     Command("config", "kvstore.cli.config_command", "check a configuration file and show what is in force"),
+    Command("keys", "kvstore.cli.keys_command", "make and change the file of API keys"),
     Command("engine", "kvstore.cli.engine", "run an inference replica over a store"),
     Command("demo", "kvstore.cli.demo", "run two nodes with a real model and check every tier"),
     Command("drill", "kvstore.cli.drill_command", "inject faults into real parts and check every promise"),

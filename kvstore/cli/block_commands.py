@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from kvstore.cli.block_naming import add_naming_arguments, read_blocks
+from kvstore.cli.block_naming import add_naming_arguments, opened, read_blocks
 from kvstore.cli.output_file import remove_output, replace_output
 from kvstore.cli.store_address import add_store_arguments, connected
 from kvstore.errors import InvalidRequest
@@ -61,7 +61,7 @@ def run_put(args: argparse.Namespace) -> int:
         with Path(args.source).open("rb") as file:
             payload = _read_exactly(file, len(chain), block_bytes, args.source)
     with connected(args) as client:
-        client.open_namespace(namespace)
+        _, chain = opened(client, namespace, args)
         result = client.put(chain, payload)
     if args.json:
         print(json.dumps({"stored": result.stored, "present": result.present, "dropped": result.dropped}))
@@ -77,7 +77,7 @@ def run_get(args: argparse.Namespace) -> int:
     namespace, chain = read_blocks(args)
     block_bytes = namespace.layout.block_bytes
     with connected(args) as client:
-        client.open_namespace(namespace)
+        _, chain = opened(client, namespace, args)
         # What is not stored needs no memory here.
         found = client.match(chain)
         buffer = np.empty(found.blocks * block_bytes, np.uint8)
@@ -94,9 +94,9 @@ def run_get(args: argparse.Namespace) -> int:
 
 def run_match(args: argparse.Namespace) -> int:
     """Look for blocks; 0 if there is at least one."""
-    namespace, chain = read_blocks(args)
+    namespace, _ = read_blocks(args)
     with connected(args) as client:
-        client.open_namespace(namespace)
+        _, chain = opened(client, namespace, args)
         found = client.match(chain)
     report = {"blocks": found.blocks, "of": len(chain), "tiers": list(found.tiers)}
     _print_found(args, report, found.reason, to_stderr=False)

@@ -4,6 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
+from kvstore.client import KVStore
 from kvstore.errors import InvalidRequest, InvalidTokens
 from kvstore.keys import Namespace, PrefixChain
 from kvstore.layout import DTYPE_BYTES, KVLayout
@@ -91,13 +92,30 @@ def read_salt(path: str) -> bytes:
     return salt
 
 
+def opened(client: KVStore, namespace: Namespace, args: argparse.Namespace) -> tuple[Namespace, PrefixChain]:
+    """Open a namespace and return it as this caller must use it, with the chain of the tokens in it.
+
+    Raises:
+        KVStoreError: as ``KVStore.open_namespace`` and ``read_tokens``.
+    """
+    ours = client.open_namespace(namespace)
+    return ours, ours.chain(read_tokens(args))
+
+
 def read_tokens(args: argparse.Namespace) -> list[int]:
-    """Return the tokens that the arguments name.
+    """Return the tokens that the arguments name; a file is read once, it may be a pipe.
 
     Raises:
         InvalidRequest, InvalidTokens: they are no list of integers.
         OSError: a file cannot be read.
     """
+    if not hasattr(args, "token_list"):
+        args.token_list = _tokens(args)
+    found: list[int] = args.token_list
+    return found
+
+
+def _tokens(args: argparse.Namespace) -> list[int]:
     if args.tokens is not None:
         return _integers(args.tokens.split(","), "--tokens")
     path = Path(args.tokens_file)

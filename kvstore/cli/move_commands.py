@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from kvstore.cli.block_naming import add_naming_arguments, read_blocks
+from kvstore.cli.block_naming import add_naming_arguments, opened, read_blocks
 from kvstore.cli.store_address import add_store_arguments, connected
 from kvstore.errors import TierUnavailable
 
@@ -43,9 +43,9 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run_drop(args: argparse.Namespace) -> int:
     """Drop blocks; 0 if there were any."""
-    namespace, chain = read_blocks(args)
+    namespace, _ = read_blocks(args)
     with connected(args) as client:
-        client.open_namespace(namespace)
+        _, chain = opened(client, namespace, args)
         num_dropped = client.drop(chain)
     print(json.dumps({"dropped": num_dropped}) if args.json else f"{num_dropped} dropped")
     return 0 if num_dropped else 1
@@ -53,9 +53,9 @@ def run_drop(args: argparse.Namespace) -> int:
 
 def run_demote(args: argparse.Namespace) -> int:
     """Demote blocks; 0 if there were any."""
-    namespace, chain = read_blocks(args)
+    namespace, _ = read_blocks(args)
     with connected(args) as client:
-        client.open_namespace(namespace)
+        _, chain = opened(client, namespace, args)
         num_demoted = client.demote(chain)
     print(json.dumps({"demoted": num_demoted}) if args.json else f"{num_demoted} demoted")
     return 0 if num_demoted else 1

@@ -5,6 +5,7 @@ import asyncio
 import json
 import logging
 import os
+import resource
 import signal
 
 from kvstore.config import Config, load_config
@@ -32,6 +33,8 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     config = load_config(args.config)
+    # A core dump would hold prompts, passwords and the tenants' salts.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.basicConfig(
         level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -47,12 +50,13 @@ async def _serve(config: Config, *, as_json: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told_to_stop.set)
     socket_path = str(config.server.socket)
-    async with serving(config, socket_path=socket_path):
-        _say("ready", f"kvstore: ready on {socket_path}", socket_path, as_json=as_json)
+    async with serving(config, socket_path=socket_path) as server:
+        places = {"socket": socket_path} | ({} if server.http_url is None else {"http": server.http_url})
+        _say("ready", f"kvstore: ready on {' and '.join(places.values())}", places, as_json=as_json)
         await told_to_stop.wait()
-    _say("stopped", "kvstore: stopped", socket_path, as_json=as_json)
+    _say("stopped", "kvstore: stopped", places, as_json=as_json)
 
 
-def _say(event: str, text: str, socket_path: str, *, as_json: bool) -> None:
-    line = json.dumps({"event": event, "socket": socket_path, "pid": os.getpid()}) if as_json else text
+def _say(event: str, text: str, places: dict[str, str], *, as_json: bool) -> None:
+    line = json.dumps({"event": event, **places, "pid": os.getpid()}) if as_json else text
     print(line, flush=True)

@@ -4,8 +4,9 @@ import argparse
 
 from kvstore.client import KVStore
 from kvstore.client_state import Timeouts
-from kvstore.config import default_address
+from kvstore.config import client_credentials, default_address
 from kvstore.errors import InvalidRequest
+from kvstore.server_address import parse_http_address
 
 
 def add_store_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,7 +14,8 @@ def add_store_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--store",
         metavar="ADDRESS",
-        help="the server's socket, unix:/path or a path (default: $KVSTORE_SOCKET, else the default socket)",
+        help="the server's socket, unix:/path or a path, or http(s)://host:port with the key in"
+        " $KVSTORE_API_KEY (default: $KVSTORE_SOCKET, else the default socket)",
     )
     parser.add_argument(
         "--timeout",
@@ -37,7 +39,9 @@ def connected(args: argparse.Namespace) -> KVStore:
     if not 0 < seconds <= 3600:
         raise InvalidRequest(f"--timeout is {seconds:g}, expected seconds above 0, at most 3600")
     timeouts = Timeouts(match_s=seconds, fetch_s=seconds, put_s=seconds, control_s=seconds)
-    client = KVStore.connect(args.store or default_address(), timeouts=timeouts)
+    address = args.store or default_address()
+    api_key, tls_folder = client_credentials() if parse_http_address(address) else (None, None)
+    client = KVStore.connect(address, timeouts=timeouts, api_key=api_key, tls_folder=tls_folder)
     try:
         client.ping()
     except BaseException:

@@ -108,7 +108,7 @@ class WriterFrozenPastLease(_FrozenClient):
 
     name = "writer_frozen_past_lease"
     description = (
-        "a client frozen with lent slots, which are lent to others meanwhile, then thawed: it writes nothing"
+        "a client frozen with lent slots past its time, then thawed: it stores nothing, nobody got its slots"
     )
 
     def inject(self, stage: Stage) -> None:
@@ -127,7 +127,7 @@ class StaleWriterScribbles(_FrozenClient):
 
     name = "stale_writer_scribbles"
     description = (
-        "a client that writes into and commits slots that are others' by now: those blocks are misses"
+        "a client that writes into and commits lent slots long after its time: nobody's block changes"
     )
 
     def inject(self, stage: Stage) -> None:
@@ -142,7 +142,7 @@ class StaleWriterScribbles(_FrozenClient):
         for durable in stage.journal.durable_chains():
             stage.get(durable)
         stage.drop_damaged()
-        stage.ledger.note_effect(self.effect, stage.count_corrupt() - before)
+        stage.ledger.note_effect("blocks_refused", stage.count_corrupt() - before)
 
 
 class SlotScribbled(Fault):

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from kvstore.client import KVStore
 from kvstore.client_state import Timeouts
 from kvstore.drill.blocks import BLOCK_TOKENS, count_wrong_bytes, drill_namespace, payload_of, payloads_of
 from kvstore.drill.raw_client import RawClient
+from kvstore.errors import ServerUnavailable
 from kvstore.keys import BlockKey, Namespace, PrefixChain
 from kvstore.link import unix_dial
 from kvstore.messages import ChainRef, Commit, Count, WrittenSlot
@@ -65,8 +67,7 @@ class _Role:
             _wait()
             payloads = [payload_of(self.chain.keys[slot.position], self.length_bytes) for slot in lent.slots]
             written = write_slots(raw.writing, lent.slots, payloads, lambda: False)
-            stored = raw.ask(Commit(ChainRef(self.chain, None), tuple(written))) if written else Count(0)
-            _say(event="done", written=len(written), stored=stored.count if isinstance(stored, Count) else -1)
+            _say(event="done", written=len(written), stored=self._commit(raw, written))
 
     def scribble(self) -> None:
         """Hold slots; when told to, write and commit them whatever has become of them meanwhile."""
@@ -76,8 +77,17 @@ class _Role:
             _wait()
             self._write_halves(raw, [slot.offset for slot in lent.slots])
             written = [WrittenSlot(slot.position, slot.offset, slot.generation, 0) for slot in lent.slots]
+            _say(event="done", stored=self._commit(raw, written))
+
+    def _commit(self, raw: RawClient, written: Sequence[WrittenSlot]) -> int:
+        """Commit slots whose time may be up; returns how many blocks the store took."""
+        if not written:
+            return 0
+        try:
             stored = raw.ask(Commit(ChainRef(self.chain, None), tuple(written)))
-            _say(event="done", stored=stored.count if isinstance(stored, Count) else -1)
+        except ServerUnavailable:  # refused as too late
+            return 0
+        return stored.count if isinstance(stored, Count) else -1
 
     def fork(self) -> None:
         """Use one client object in a process and in its forked child at the same time."""

@@ -10,10 +10,8 @@ from pathlib import Path
 
 from kvstore.drill.fault import Fault
 from kvstore.drill.ledger import KindReport, Ledger
-from kvstore.drill.redis_server import find_binary
 from kvstore.drill.stage import Stage, own_descriptors
 from kvstore.drill.stages import Stages
-from kvstore.drill.store_process import PartFailed
 from kvstore.errors import KVStoreError
 
 _log = logging.getLogger(__name__)
@@ -21,6 +19,7 @@ _log = logging.getLogger(__name__)
 _DESCRIPTORS_ROOM = 4
 _STARTS_MAX = 5
 _GRACE = 1.25
+_FINISH_SHARE = 0.1
 
 Say = Callable[[str], None]
 
@@ -67,8 +66,8 @@ class DrillReport:
 def run_drill(settings: DrillSettings, say: Say) -> DrillReport:
     """Try every fault; progress and violations go to ``say``. Ends all it starts.
 
-    The time left is divided among the kinds left, and each is tried at least once. Should that take a
-    quarter longer than the time given, the rest is skipped.
+    Each kind gets what one try of it takes, and its share of what is left of the time beyond that. Should
+    one try of each take a quarter longer than the time given, the rest is skipped.
     """
     report = DrillReport(settings.seed)
     started_s = time.monotonic()
@@ -78,20 +77,28 @@ def run_drill(settings: DrillSettings, say: Say) -> DrillReport:
             if took_s > _GRACE * settings.seconds:
                 report.faults[fault.name] = KindReport(skipped=f"no time left: give more than {took_s:.0f} s")
                 continue
-            left = sum(other.weight for other in settings.faults[index:])
-            share_s = (settings.seconds - took_s) * fault.weight / left
-            kind = _Kind(fault, settings.seed, stages, say)
-            report.faults[fault.name] = kind.run(share_s)
+            share_s = share_of_time(settings.faults[index:], settings.seconds - took_s)
+            report.faults[fault.name] = _Kind(fault, settings, stages, say).run(share_s)
     report.seconds = time.monotonic() - started_s
     return report
+
+
+def share_of_time(faults: Sequence[Fault], left_s: float) -> float:
+    """Return what the first of these kinds gets of the time left for all."""
+    first = faults[0]
+    needed_s = sum(fault.try_s for fault in faults)
+    if left_s < needed_s:
+        return left_s * first.try_s / needed_s
+    return first.try_s + (left_s - needed_s) * first.weight / sum(fault.weight for fault in faults)
 
 
 class _Kind:
     """The tries of one kind of fault."""
 
-    def __init__(self, fault: Fault, seed: int, stages: Stages, say: Say) -> None:
+    def __init__(self, fault: Fault, settings: DrillSettings, stages: Stages, say: Say) -> None:
         self._fault = fault
-        self._seed = seed
+        self._seed = settings.seed
+        self._finish_s = _FINISH_SHARE * settings.seconds
         self._stages = stages
         self._say = say
         self._ledger = Ledger(self._complain)
@@ -99,7 +106,7 @@ class _Kind:
     def run(self, share_s: float) -> KindReport:
         """Try it until its share of the time is over; one try that cannot go on does not end the others."""
         fault, ledger = self._fault, self._ledger
-        reason = fault.obstacle() or (_redis_obstacle() if fault.needs_redis else "")
+        reason = self._stages.obstacle(fault)
         if reason:
             ledger.report.skipped = reason
             self._say(f"{fault.name}: skipped: {reason}")
@@ -141,7 +148,16 @@ class _Kind:
         stage.rng.seed(f"{self._seed}/{fault.name}/setup")
         fault.setup(stage)
         stage.note_base()
-        while not report.tries or time.monotonic() < until_s:
+        started_s, tries_before = time.monotonic(), report.tries
+        finish_s = max(until_s, started_s + self._finish_s)
+
+        def has_time() -> bool:
+            """Whether most of another try fits, by what those so far took."""
+            took_s = time.monotonic() - started_s
+            each_s = took_s / max(1, report.tries - tries_before)
+            return started_s + took_s + each_s / 2 < (finish_s if fault.is_unfinished else until_s)
+
+        while not report.tries or has_time():
             report.tries += 1
             stage.rng.seed(f"{self._seed}/{fault.name}/{report.tries}")
             fault.inject(stage)
@@ -171,11 +187,3 @@ def _folder(keep: bool, say: Say) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="kvdrill-", ignore_cleanup_errors=True) as name:
         yield Path(name)
-
-
-def _redis_obstacle() -> str:
-    try:
-        find_binary()
-    except PartFailed as error:
-        return str(error)
-    return ""

@@ -20,9 +20,13 @@ class Fault(abc.ABC):
     """Name of the count that shows that the fault did something; zero after all tries is a violation."""
     weight: ClassVar[float] = 1.0
     """Its share of the time, relative to other kinds: kinds whose tries are cheap get more."""
+    try_s: ClassVar[float] = 1.0
+    """About how long one try takes, with what it needs before: that much of the time is kept for it."""
     shares_stage: ClassVar[bool] = True
     """Whether the next kind that asks for the same parts may go on with those that this one leaves."""
     needs_redis: ClassVar[bool] = False
+    is_troubled: ClassVar[bool] = False
+    """Whether its store runs where its disk operations can be made to fail, see ``Trouble``."""
     dram_bytes: ClassVar[int] = 2 * MIB
     ssd_bytes: ClassVar[int] = 16 * MIB
     lease_s: ClassVar[float] = 30.0
@@ -30,6 +34,11 @@ class Fault(abc.ABC):
     def obstacle(self) -> str:
         """Return why the fault cannot be tried on this machine; empty if it can."""
         return ""
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether more tries are wanted than its share of the time allows, up to 10 % of all of it."""
+        return False
 
     def setup(self, stage: Stage) -> None:
         """Start what a try works on, unless it runs."""

@@ -1,4 +1,4 @@
-"""Faults of the machine and its operator: full and read-only disks, limits, clocks, wrong configurations."""
+"""Faults of the machine and its operator: full and read-only disks, limits, wrong configurations."""
 
 import contextlib
 import os
@@ -13,17 +13,11 @@ from kvstore.drill.load import Load
 from kvstore.drill.mounted_disk import MountedDisk, mount_obstacle
 from kvstore.drill.stage import Stage, pause
 from kvstore.drill.store_process import MIB, StoreProcess, StoreSettings
-from kvstore.errors import ServerUnavailable
 from kvstore.keys import PrefixChain
 from kvstore.layout import KVLayout
 
 _EXIT_USAGE = 2
 _TIB = 1 << 40
-_FAKETIME_FOLDERS = (
-    "/usr/lib/x86_64-linux-gnu/faketime",
-    "/usr/lib/aarch64-linux-gnu/faketime",
-    "/usr/lib/faketime",
-)
 
 
 def expect_refusal(stage: Stage, store: StoreProcess, *, prefix: tuple[str, ...] = (), says: str) -> None:
@@ -292,75 +286,6 @@ class ArenaTooBig(Fault):
         expect_refusal(stage, StoreProcess(folder, settings), prefix=prefix, says="dram")
 
 
-class ClockJumps(Fault):
-    """See the description."""
-
-    name = "clock_jumps"
-    description = "the wall clock jumps by hours and years: leases and deadlines do not notice"
-    shares_stage = False
-
-    def obstacle(self) -> str:
-        """Return why the store's clock cannot be faked."""
-        if _faketime_library() is None:
-            return "libfaketime is not installed: apt-get install libfaketime"
-        return ""
-
-    def __init__(self) -> None:
-        self._others: set[Path] = set()
-
-    def setup(self, stage: Stage) -> None:
-        """Start the store with a clock that follows a file."""
-        self._others = _faketime_memory()
-        self._set_clock(stage, "+0")
-        library = _faketime_library()
-        assert library is not None, "there is no obstacle"
-        environ = {
-            "LD_PRELOAD": str(library),
-            "FAKETIME_TIMESTAMP_FILE": str(stage.folder / "clock"),
-            "FAKETIME_NO_CACHE": "1",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            "DONT_FAKE_MONOTONIC": "1",
-            # Else the library stretches waits of threads by seconds, whatever the clock does.
-            "FAKETIME_FORCE_MONOTONIC_FIX": "0",
-        }
-        stage.store.start(environ=environ)
-        stage.fill_durable()
-        stage.verify()
-
-    def inject(self, stage: Stage) -> None:
-        """Let the clock jump under load, several times."""
-        with Load(stage):
-            for _ in range(stage.rng.randint(1, 4)):
-                jump_s = stage.rng.choice((3600, 7200, 86_400, 315_360_000)) * stage.rng.choice((-1, 1))
-                self._set_clock(stage, f"{jump_s:+d}")
-                pause(stage.rng.uniform(0.0, 0.1))
-            try:
-                stage.client.ping()
-            except ServerUnavailable as error:
-                stage.ledger.note_violation(f"after a jump of the clock: {error}")
-
-    def teardown(self, stage: Stage) -> None:
-        """Remove the shared memory that the library leaves behind when its process is killed."""
-        stage.store.kill()
-        for path in _faketime_memory() - self._others:
-            path.unlink(missing_ok=True)
-
-    def _set_clock(self, stage: Stage, offset: str) -> None:
-        (stage.folder / "clock").write_text(offset + "\n", encoding="ascii")
-
-
-def _faketime_memory() -> set[Path]:
-    return set(Path("/dev/shm").glob("*faketime_*"))  # noqa: S108 (where the library puts it)
-
-
-def _faketime_library() -> Path | None:
-    for folder in _FAKETIME_FOLDERS:
-        found = Path(folder) / "libfaketimeMT.so.1"
-        if found.exists():
-            return found
-    return None
-
-
 def host_faults() -> tuple[Fault, ...]:
     """Return one of each kind."""
     return (
@@ -370,7 +295,6 @@ def host_faults() -> tuple[Fault, ...]:
         MemoryLimit(),
         ArenaTooBig(),
         RestartWithOtherConfig(),
-        ClockJumps(),
         DiskFull(),
         DiskTooSmall(),
         DiskReadOnly(),

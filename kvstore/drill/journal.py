@@ -1,7 +1,7 @@
 """Journal: what the store said is durable, so that a loss can be told from a counted eviction."""
 
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from kvstore.keys import BlockKey, PrefixChain
 
@@ -10,19 +10,23 @@ class Journal:
     """Chains whose blocks the store acknowledged as durable, and what the drill itself did to them.
 
     A block is excused when the drill damaged its only durable copy: it may be a miss from then on, and still
-    must never be wrong. Thread-safe.
+    must never be wrong. ``position`` says how far a log had got that is kept beside. Thread-safe.
     """
 
     def __init__(self) -> None:
+        self.position: Callable[[], int] = lambda: 0
         self._lock = threading.Lock()
         self._durable: dict[BlockKey, PrefixChain] = {}
+        self._noted_at: dict[BlockKey, int] = {}
         self._excused: set[BlockKey] = set()
         self._counted_evictions = 0
 
     def note_durable(self, chain: PrefixChain) -> None:
         """Remember that every block of a chain was acknowledged as durable."""
+        position = self.position()
         with self._lock:
             self._durable[chain.keys[0]] = chain
+            self._noted_at[chain.keys[0]] = position
 
     def note_evicted(self, count: int) -> None:
         """Remember how many durable blocks the store says it evicted, since the last call of ``settle``."""
@@ -48,6 +52,12 @@ class Journal:
         with self._lock:
             self._durable.pop(chain.keys[0], None)
             self._excused.difference_update(chain.keys)
+
+    def forget_after(self, position: int) -> None:
+        """Promise nothing about chains that were acknowledged when the log was longer than that."""
+        with self._lock:
+            for key in [key for key in self._durable if self._noted_at[key] > position]:
+                del self._durable[key]
 
     def durable_chains(self) -> list[PrefixChain]:
         """Return the chains that were acknowledged, oldest first."""

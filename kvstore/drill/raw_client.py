@@ -37,6 +37,7 @@ class RawClient:
     def writing(self) -> ArenaView:
         """The arena, writable."""
         assert self.link.arena is not None, "the server sent no arena"
+        assert self.link.arena.writing is not None, "the server sent no writable arena"
         return self.link.arena.writing
 
     def ask(self, request: Request) -> Answer:

@@ -35,6 +35,15 @@ def find_binary() -> str:
     )
 
 
+def redis_obstacle() -> str:
+    """Return why no server can be started on this machine; empty if one can."""
+    try:
+        find_binary()
+    except PartFailed as error:
+        return str(error)
+    return ""
+
+
 def free_port() -> int:
     """Return a loopback port that nobody listens on at the moment."""
     with socket.socket() as probe:
@@ -74,14 +83,14 @@ class RedisServer:
         """Its Unix socket."""
         return self.folder / "s"
 
-    def start(self) -> "RedisServer":
-        """Start it and wait until it answers.
+    def start(self, *options: str) -> "RedisServer":
+        """Start it, with more options for this once, and wait until it answers.
 
         Raises:
             PartFailed: it ended instead, or does not answer in time.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        words = guarded([find_binary(), *self.words()])
+        words = guarded([find_binary(), *self.words(), *options])
         self._process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         give_up_s = time.monotonic() + _START_S
         while True:
@@ -119,9 +128,10 @@ class RedisServer:
         self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill it as kill -9 does."""
-        self._signal(signal.SIGKILL)
-        self._wait()
+        """Kill it as kill -9 does. Idempotent."""
+        if self._process is not None:
+            self._signal(signal.SIGKILL)
+            self._wait()
 
     def stop(self) -> None:
         """End it, also while it is frozen. Idempotent."""

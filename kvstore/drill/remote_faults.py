@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -28,36 +28,59 @@ class RemoteFault(Fault):
     ssd_bytes = 0
 
     def __init__(self) -> None:
-        self._written: list[PrefixChain] = []
+        self.written: list[PrefixChain] = []
 
     def setup(self, stage: Stage) -> None:
         """Start the store and have some chains written to Redis."""
-        self._written = []
+        self.written = []
         stage.ensure_running()
         self.write(stage)
         stage.verify()
 
-    def write(self, stage: Stage, count: int = 4) -> list[PrefixChain]:
+    def write(self, stage: Stage, count: int = 4, *, most_blocks: int = 6) -> list[PrefixChain]:
         """Have new chains written to Redis and pushed out of dram; the oldest others are dropped."""
-        chains = [stage.new_chain(stage.rng.randint(1, 6)) for _ in range(count)]
+        chains = [stage.new_chain(stage.rng.randint(1, most_blocks)) for _ in range(count)]
         for chain in chains:
             stage.put(chain, timeout_s=HEAL_S)
         if not stage.client.flush():
             stage.ledger.note_violation("a healthy server did not take what was written through")
-        self._written += chains
-        for chain in self._written[:-_KEEP_CHAINS]:
+        self.written += chains
+        for chain in self.written[:-_KEEP_CHAINS]:
             stage.client.drop(chain)
-        del self._written[:-_KEEP_CHAINS]
+        del self.written[:-_KEEP_CHAINS]
         stage.empty_dram()
         return chains
+
+    def forget_missing(self, stage: Stage, ports: Sequence[int]) -> None:
+        """Expect no more of chains that are not whole on these servers together."""
+        keys = [key for chain in self.written for key in chain.keys]
+        there: set[BlockKey] = set()
+        for port in ports:
+            with RedisContent(port) as content:
+                there.update(content.find(keys, stage.block_bytes))
+        self.written = [chain for chain in self.written if there.issuperset(chain.keys)]
 
     def verify(self, stage: Stage) -> None:
         """Check every promise, and that what is in Redis is served again by itself."""
         stage.verify()
-        for chain in self._written:
+        for chain in self.written:
             if not wait_until(lambda: stage.get(chain).blocks == len(chain), HEAL_S, pause_s=0.02):  # noqa: B023
                 stage.ledger.note_violation(f"{HEAL_S:.0f} s after the fault a block in Redis is not served")
                 return
+
+    def verify_is_used(self, stage: Stage) -> None:
+        """Check that new blocks are written and read again soon."""
+        chain = stage.new_chain(3)
+
+        def comes_back() -> bool:
+            stage.put(chain)
+            stage.client.flush()
+            stage.empty_dram()
+            return "remote" in stage.get(chain).origins
+
+        if not wait_until(comes_back, HEAL_S, pause_s=0.05):
+            stage.ledger.note_violation(f"{HEAL_S:.0f} s after the fault Redis is not used")
+        self.written.append(chain)
 
 
 def server_of(stage: Stage) -> RedisServer:
@@ -75,17 +98,14 @@ class _ValueDamage(RemoteFault):
     def inject(self, stage: Stage) -> None:
         """Damage values of blocks that are in Redis only, and ask for them."""
         chains = self.write(stage)
-        content = RedisContent(server_of(stage).port)
-        try:
-            keys = [key for chain in chains for key in chain.keys]
+        keys = [key for chain in chains for key in chain.keys]
+        with RedisContent(server_of(stage).port) as content:
             damaged = self.damage(content, content.find(keys, stage.block_bytes), stage.rng)
-        finally:
-            content.close()
         for chain in chains:
             served = stage.get(chain).blocks
             if any(key in damaged for key in chain.keys):
                 stage.ledger.note_effect(self.effect, served < len(chain))
-                self._written.remove(chain)
+                self.written.remove(chain)
                 stage.client.drop(chain)
 
     def damage(
@@ -159,7 +179,7 @@ class RedisStopped(RemoteFault):
             try:
                 until_s = time.monotonic() + stage.rng.uniform(0.1, 0.5)
                 while time.monotonic() < until_s:
-                    stage.get(stage.rng.choice(self._written), timeout_s=SHORT_CALL_S)
+                    stage.get(stage.rng.choice(self.written), timeout_s=SHORT_CALL_S)
                     stage.match(stage.new_chain(4), timeout_s=SHORT_CALL_S)
             finally:
                 server_of(stage).resume()
@@ -177,24 +197,14 @@ class RedisRestartedEmpty(RemoteFault):
             pause(stage.rng.uniform(0.0, 0.1))
             server_of(stage).kill()
             for _ in range(4):
-                stage.get(stage.rng.choice(self._written), timeout_s=SHORT_CALL_S)
+                stage.get(stage.rng.choice(self.written), timeout_s=SHORT_CALL_S)
             pause(stage.rng.uniform(0.0, 0.3))
             server_of(stage).start()
-        self._written = []
+        self.written = []
 
     def verify(self, stage: Stage) -> None:
         """Check every promise, and that new blocks reach it and come back."""
-        chain = stage.new_chain(3)
-
-        def comes_back() -> bool:
-            stage.put(chain)
-            stage.client.flush()
-            stage.empty_dram()
-            return "remote" in stage.get(chain).origins
-
-        if not wait_until(comes_back, HEAL_S, pause_s=0.05):
-            stage.ledger.note_violation(f"{HEAL_S:.0f} s after its restart Redis is not used")
-        self._written = [chain]
+        self.verify_is_used(stage)
         super().verify(stage)
 
 
@@ -208,18 +218,17 @@ class RedisOutOfMemory(RemoteFault):
 
     def inject(self, stage: Stage) -> None:
         """Leave it room for a few blocks, put many, and ask for older ones."""
-        content = RedisContent(server_of(stage).port)
         before = self._refused(stage)
-        try:
+        with RedisContent(server_of(stage).port) as content:
             content.limit_memory(stage.rng.randint(1, 4 * stage.block_bytes))
-            with Load(stage, acknowledges=False):
-                for _ in range(4):
-                    stage.put(stage.new_chain(6))
-                    stage.get(stage.rng.choice(self._written))
-            stage.client.flush()
-        finally:
-            content.limit_memory(0)
-            content.close()
+            try:
+                with Load(stage, acknowledges=False):
+                    for _ in range(4):
+                        stage.put(stage.new_chain(6))
+                        stage.get(stage.rng.choice(self.written))
+                stage.client.flush()
+            finally:
+                content.limit_memory(0)
         stage.ledger.note_effect(self.effect, self._refused(stage) - before)
 
     def _refused(self, stage: Stage) -> int:
@@ -231,6 +240,7 @@ class _LyingStream(RemoteFault):
     """A relay between store and Redis that changes what Redis answers."""
 
     effect = "replies_changed"
+    try_s = 1.5
     shares_stage = False
     chance: ClassVar[float] = 0.3
 
@@ -259,7 +269,7 @@ class _LyingStream(RemoteFault):
         self._proxy.mangle = self._sometimes(random.Random(stage.rng.getrandbits(64)))  # noqa: S311 (a schedule)
         try:
             for _ in range(6):
-                stage.get(stage.rng.choice(self._written), timeout_s=SHORT_CALL_S)
+                stage.get(stage.rng.choice(self.written), timeout_s=SHORT_CALL_S)
                 stage.put(stage.new_chain(3))
                 stage.match(stage.new_chain(3), timeout_s=SHORT_CALL_S)
                 pause(stage.rng.uniform(0.0, 0.06))
@@ -270,14 +280,7 @@ class _LyingStream(RemoteFault):
 
     def verify(self, stage: Stage) -> None:
         """Check every promise. A value that looked damaged on its way may have been deleted, no other."""
-        content = RedisContent(server_of(stage).port)
-        try:
-            keys = [key for chain in self._written for key in chain.keys]
-            there = content.find(keys, stage.block_bytes)
-        finally:
-            content.close()
-        gone = [chain for chain in self._written if not all(key in there for key in chain.keys)]
-        self._written = [chain for chain in self._written if chain not in gone]
+        self.forget_missing(stage, [server_of(stage).port])
         super().verify(stage)
 
     def change(self, data: bytes, rng: random.Random) -> bytes | None:

@@ -14,6 +14,7 @@ from kvstore.calls import FetchResult
 from kvstore.client import KVStore
 from kvstore.client_state import Timeouts
 from kvstore.drill.blocks import count_wrong_bytes, drill_namespace, new_chain, payloads_of
+from kvstore.drill.disk_control import DiskControl
 from kvstore.drill.journal import Journal
 from kvstore.drill.ledger import Ledger
 from kvstore.drill.redis_server import RedisServer
@@ -80,6 +81,11 @@ class Stage:
         folder = self.store.settings.ssd_folder
         assert folder is not None, "this stage has no ssd tier"
         return folder
+
+    @property
+    def disk(self) -> DiskControl:
+        """What orders trouble for the disk of a store that is troubled."""
+        return DiskControl(self.store.trouble_path)
 
     def new_client(self, *, control_s: float = _PATIENT_S) -> KVStore:
         """Return another client of the store; the caller closes it."""

@@ -1,11 +1,13 @@
 """Stages: makes the parts that kinds of fault work on, and lends sound ones again: a start costs a second."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
+from kvstore.drill.disk_control import trouble_obstacle
 from kvstore.drill.fault import Fault
 from kvstore.drill.ledger import Ledger
-from kvstore.drill.redis_server import RedisServer
+from kvstore.drill.redis_server import RedisServer, redis_obstacle
 from kvstore.drill.stage import Stage
 from kvstore.drill.store_process import StoreSettings
 
@@ -18,12 +20,27 @@ class Stages:
         self._num_made = 0
         self._kept: Stage | None = None
         self._kept_for: tuple[object, ...] = ()
+        self._obstacles: dict[str, str] = {}
 
     def __enter__(self) -> "Stages":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def obstacle(self, fault: Fault) -> str:
+        """Return why a kind cannot be tried on this machine; empty if it can."""
+        reason = fault.obstacle()
+        if not reason and fault.needs_redis:
+            reason = self._obstacle("redis", redis_obstacle)
+        if not reason and fault.is_troubled:
+            reason = self._obstacle("trouble", trouble_obstacle)
+        return reason
+
+    def _obstacle(self, name: str, find: Callable[[], str]) -> str:
+        if name not in self._obstacles:
+            self._obstacles[name] = find()
+        return self._obstacles[name]
 
     def lend(self, fault: Fault, ledger: Ledger) -> Stage:
         """Return a stage for a kind: the one that was kept if it is of that form, else a new one."""
@@ -59,6 +76,7 @@ class Stages:
             ssd_bytes=fault.ssd_bytes,
             ssd_folder=folder / "ssd",
             redis_url=redis.url if redis is not None else "",
+            is_troubled=fault.is_troubled,
         )
         stage = Stage(folder, settings, ledger, rng=random.Random(), redis=redis)  # noqa: S311 (a schedule)
         if redis is not None:
@@ -67,4 +85,5 @@ class Stages:
 
 
 def _wants(fault: Fault) -> tuple[object, ...]:
-    return (fault.shares_stage, fault.needs_redis, fault.dram_bytes, fault.ssd_bytes, fault.lease_s)
+    parts = (fault.shares_stage, fault.needs_redis, fault.is_troubled)
+    return (*parts, fault.dram_bytes, fault.ssd_bytes, fault.lease_s)

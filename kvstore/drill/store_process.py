@@ -34,24 +34,34 @@ def guarded(command: Sequence[str]) -> list[str]:
 class StoreSettings:
     """The configuration of one store. ``ssd_bytes`` 0: no ssd tier; ``redis_url`` empty: no remote tier.
 
-    ``master_keys`` is the file of the keys that blocks below memory are encrypted with; None: they are not.
+    ``http_port`` 0: no HTTP face; ``http_more`` are further lines of its section. ``is_troubled``: it runs in
+    a process where its disk operations can be made to fail, see ``Trouble``. ``master_keys`` is the file of
+    the keys that blocks below memory are encrypted with; None: they are not.
     """
 
     dram_bytes: int = 16 * MIB
     staging_bytes: int = MIB
     lease_s: float = 30.0
+    max_connections: int = 256
     ssd_bytes: int = 0
     ssd_folder: Path | None = None
     redis_url: str = ""
     key_prefix: str = "kvstore"
+    http_port: int = 0
+    http_more: str = ""
+    sentinel_master: str = ""
+    is_troubled: bool = False
     master_keys: Path | None = None
 
     def toml(self, socket_path: Path) -> str:
         """Return the configuration file."""
         text = (
-            f'[server]\nsocket = "{socket_path}"\n[store]\nlease_s = {self.lease_s}\n'
+            f'[server]\nsocket = "{socket_path}"\nmax_connections = {self.max_connections}\n'
+            f"[store]\nlease_s = {self.lease_s}\n"
             f"[tiers.dram]\ncapacity_bytes = {self.dram_bytes}\nstaging_bytes = {self.staging_bytes}\n"
         )
+        if self.http_port:
+            text += f'[http]\nlisten = "127.0.0.1:{self.http_port}"\n{self.http_more}'
         if self.ssd_bytes:
             text += f'[tiers.ssd]\npath = "{self.ssd_folder}"\ncapacity_bytes = {self.ssd_bytes}\n'
         if self.redis_url:
@@ -59,6 +69,8 @@ class StoreSettings:
                 f'[tiers.remote]\nurl = "{self.redis_url}"\nkey_prefix = "{self.key_prefix}"\n'
                 "breaker_backoff_s = 0.05\nbreaker_backoff_max_s = 0.2\n"
             )
+        if self.sentinel_master:
+            text += f'sentinel_master = "{self.sentinel_master}"\n'
         if self.master_keys is not None:
             text += f'[encryption]\nkeys = "file:{self.master_keys}"\n'
         return text
@@ -71,6 +83,7 @@ class StoreProcess:
         self.folder = folder
         self.settings = settings
         self.socket_path = folder / "kv.sock"
+        self.trouble_path = folder / "trouble.sock"
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -102,11 +115,16 @@ class StoreProcess:
         if status is not None:
             raise PartFailed(f"store: ended with status {status} at its start: {self.last_words()}")
 
-    def launch(self, *, prefix: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> None:
-        """Start it without waiting. ``prefix`` is a command that executes the rest of its words."""
+    def launch(
+        self, *, prefix: Sequence[str] = (), environ: Mapping[str, str] | None = None, order: str = ""
+    ) -> None:
+        """Start it without waiting. ``prefix`` is a command that executes the rest of its words.
+
+        ``order`` is the trouble from its first operation on, for a store that is troubled.
+        """
         config = self.folder / "store.toml"
         config.write_text(self.settings.toml(self.socket_path), encoding="utf-8")
-        words = [sys.executable, "-P", "-m", "kvstore.cli", "serve", "--config", str(config), "--json"]
+        words = [*self._command(order), "serve", "--config", str(config), "--json"]
         with (self.folder / "store.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [*prefix, *guarded(words)],
@@ -115,6 +133,13 @@ class StoreProcess:
                 stderr=log,
                 env=None if environ is None else {**os.environ, **environ},
             )
+
+    def _command(self, order: str) -> list[str]:
+        if not self.settings.is_troubled:
+            return [sys.executable, "-P", "-m", "kvstore.cli"]
+        words = [sys.executable, "-P", "-m", "kvstore.drill.troubled_store"]
+        words += ["--folder", str(self.settings.ssd_folder), "--control", str(self.trouble_path)]
+        return [*words, *(("--order", order) if order else ())]
 
     def wait_ready(self, timeout_s: float = _START_S) -> int | None:
         """Wait until it is ready; its exit status if it ended instead.

@@ -227,7 +227,7 @@ BAD = {
     "no tokens file": ["match", *NAMES, "--tokens-file", "/nonexistent"],
     "bad epoch": ["match", *NAMES, *TOKENS, "--epoch", "-1"],
     "no salt file": ["match", *NAMES, *TOKENS, "--salt-file", "/nonexistent"],
-    "bad address": ["match", *NAMES, *TOKENS, "--store", "http://host"],
+    "bad address": ["match", *NAMES, *TOKENS, "--store", "ftp://host"],
     "long address": ["match", *NAMES, *TOKENS, "--store", "/" + "x" * 200],
     "bad time": ["stats", "--timeout", "0"],
     "time is no number": ["stats", "--timeout", "nan"],

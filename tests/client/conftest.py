@@ -12,6 +12,7 @@ from kvstore import AsyncKVStore, KVLayout, KVStore, Namespace, PrefixChain, Tim
 from kvstore.config import Config
 from kvstore.errors import InvalidRequest
 from tests.client.facade import Face, SyncFace
+from tests.redis_server import free_port
 from tests.store_process import MIB, StoreProcess
 
 PATIENT = Timeouts(match_s=10, fetch_s=10, put_s=10, control_s=10)
@@ -52,11 +53,15 @@ def sync_client(store: StoreProcess) -> Iterator[KVStore]:
 @pytest.fixture
 async def async_client(store: StoreProcess) -> AsyncIterator[AsyncKVStore]:
     async with await AsyncKVStore.connect(store.socket_path, timeouts=PATIENT) as client:
-        client.open_namespace(NAMESPACE)
+        await client.open_namespace(NAMESPACE)
         yield client
 
 
-@pytest.fixture(params=["sync", "async", "local"])
+in_shared_memory = pytest.mark.parametrize("client", ["sync", "async", "local"], indirect=True)
+"""For tests of what a client over HTTP refuses."""
+
+
+@pytest.fixture(params=["sync", "async", "local", "http", "async_http"])
 async def client(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Face]:
     """A client of each kind; what it used must be sound afterwards."""
     async with contextlib.AsyncExitStack() as opened:
@@ -66,14 +71,16 @@ async def client(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
             local = KVStore.local(Config.from_dict({"tiers": tiers}), timeouts=PATIENT)
             face = SyncFace(opened.enter_context(local))
         else:
-            store = opened.enter_context(StoreProcess(tmp_path))
-            if request.param == "sync":
-                remote = KVStore.connect(store.socket_path, timeouts=PATIENT)
-                face = SyncFace(opened.enter_context(remote))
-            else:
-                face = await AsyncKVStore.connect(store.socket_path, timeouts=PATIENT)
+            is_http = "http" in request.param
+            store = opened.enter_context(StoreProcess(tmp_path, http_port=free_port() if is_http else 0))
+            address = store.url if is_http else store.socket_path
+            if request.param.startswith("async"):
+                face = await AsyncKVStore.connect(address, timeouts=PATIENT)
                 await opened.enter_async_context(face)
-        face.open_namespace(NAMESPACE)
+            else:
+                remote = KVStore.connect(address, timeouts=PATIENT)
+                face = SyncFace(opened.enter_context(remote))
+        await face.open_namespace(NAMESPACE)
         yield face
         with contextlib.suppress(InvalidRequest):  # the test closed the client
             assert await face.check() == []

@@ -10,6 +10,8 @@ from kvstore.messages import (
     Answer,
     ChainRef,
     Fetch,
+    LeaseChain,
+    Leased,
     Lent,
     LentSlot,
     Ping,
@@ -30,6 +32,7 @@ from tests.client.conftest import NAMESPACE
 
 ABOUT = ChainRef(NAMESPACE.chain(range(8)))
 READY = Ready(7, 64 << 10, (ReadySlot(4096, 1, 1),), TierNames.of(["dram"]), None)
+LEASED = Leased(8, 1_000_000, 64 << 10, (ReadySlot(4096, 1, 1),), TierNames.of(["dram"]), None)
 LENT = Lent((LentSlot(1, 8192, 3),), 0)
 
 
@@ -70,9 +73,10 @@ async def _asked(link: AsyncLink, request: Request) -> "asyncio.Task[Answer]":
     ("request_", "answer", "given_back"),
     [
         (Fetch(ABOUT, 1000), READY, Release(7)),
+        (LeaseChain(ABOUT, 1000), LEASED, Release(8)),
         (Reserve(ABOUT, 1000), LENT, ReturnSlots((UnusedSlot(8192, 3),))),
     ],
-    ids=["lease", "slots"],
+    ids=["fetch", "lease", "slots"],
 )
 @pytest.mark.parametrize("is_late", [False, True], ids=["in the same tick", "later"])
 async def test_what_an_answer_lends_to_a_cancelled_caller_is_given_back(

@@ -40,7 +40,7 @@ async def test_closing_a_client_that_connects_leaves_no_connection(
     listener: socket.socket, tmp_path: Path, chain: PrefixChain, is_greeted: bool
 ) -> None:
     client = await AsyncKVStore.connect(tmp_path / "kv.sock", timeouts=PATIENT)
-    client.open_namespace(NAMESPACE)
+    await client.open_namespace(NAMESPACE)
     call, waiting = (asyncio.create_task(client.match(chain)) for _ in range(2))
     accepted, _ = await asyncio.to_thread(listener.accept)
     accepted.settimeout(30)
@@ -96,7 +96,7 @@ def test_closing_a_blocking_client_that_connects_leaves_no_connection_and_no_are
         assert _has_ended(accepted)
     assert "closed" in str(errors[0])
     assert client._pool._num_links == 0
-    assert client._pool._arenas._latest is None
+    assert client._pool.arenas._latest is None
 
 
 async def test_a_call_that_distrusts_its_connection_leaves_the_successor_alone(

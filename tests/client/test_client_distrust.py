@@ -17,9 +17,11 @@ from kvstore.messages import (
     Count,
     Done,
     Hello,
+    Leased,
     Lent,
     LentSlot,
     Matched,
+    Presence,
     Ready,
     ReadySlot,
     Report,
@@ -76,7 +78,7 @@ async def _client(kind: str, path: Path) -> AsyncIterator[Face]:
             yield SyncFace(client)
     else:
         async with await AsyncKVStore.connect(path, timeouts=PATIENT) as client:
-            client.open_namespace(NAMESPACE)
+            await client.open_namespace(NAMESPACE)
             yield client
 
 
@@ -116,6 +118,39 @@ async def test_a_lie_is_a_miss(tmp_path: Path, chain: PrefixChain, kind: str, li
     assert (found.blocks, found.reason) == (0, MissReason.UNAVAILABLE)
     assert (fetched.blocks, fetched.reason) == (0, MissReason.UNAVAILABLE)
     assert (put.stored, put.present, put.dropped) == (0, 0, 8)
+    assert client.client_stats().protocol_errors >= 1
+
+
+HELD_LIES: dict[str, Lie] = {
+    "garbage": LIES["garbage"],
+    "another id": LIES["another id"],
+    "another answer": LIES["another answer"],
+    "more tiers than blocks": _saying(Leased(None, 0, 0, (), TierNames.of(["dram"] * 9), None)),
+    "blocks of another size": _saying(Leased(1, 9, 5, (ReadySlot(0, 0, 0),), TierNames.of(["dram"]), None)),
+    "slots without an arena": _saying(
+        Leased(1, 9, 64 << 10, (ReadySlot(1 << 40, 0, 0),), TierNames.of(["dram"]), None)
+    ),
+    "too few bits": _saying(Presence(b"")),
+    "too many bits": _saying(Presence(b"\xff\xff")),
+    "too many slots": LIES["too many slots"],
+}
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("lie", HELD_LIES.values(), ids=HELD_LIES)
+async def test_a_lie_about_what_is_held_holds_nothing(
+    tmp_path: Path, chain: PrefixChain, kind: str, lie: Lie
+) -> None:
+    path = tmp_path / "kv.sock"
+    async with _liar(path, lie), _client(kind, path) as client:
+        lease = await client.lease(chain)
+        found = await client.match(chain, lease=True)
+        async with await client.reserve(chain) as blocks:
+            assert len(blocks) == 0
+
+        assert (lease.blocks, found.blocks, found.lease.blocks) == (0, 0, 0)
+        assert await client.exists(chain) == [False] * 8
+        assert blocks.result.dropped == 8
     assert client.client_stats().protocol_errors >= 1
 
 

@@ -39,7 +39,7 @@ async def face(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
             yield SyncFace(client)
     else:
         async with await AsyncKVStore.connect(path, timeouts=PATIENT) as client:
-            client.open_namespace(NAMESPACE)
+            await client.open_namespace(NAMESPACE)
             yield client
 
 
@@ -213,6 +213,7 @@ async def test_a_flipped_byte_is_never_served_and_the_block_is_dropped(
     await face.put(chain, payloads)
     link, ready = _first_slot(store, chain)
     assert link.arena is not None
+    assert link.arena.writing is not None
     assert ready.lease is not None
     link.arena.writing.slot(ready.slots[3].offset, 64 << 10)[100] ^= 1
     link.tell(Release(ready.lease))

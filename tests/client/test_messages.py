@@ -23,23 +23,33 @@ from kvstore.messages import (
     Done,
     Drop,
     Erase,
+    Exists,
     Failed,
     FailureCode,
     Fetch,
     Flush,
     Hello,
+    HelloReader,
+    KeySet,
+    LeaseChain,
+    Leased,
     Lent,
     LentSlot,
     ListNamespaces,
     Match,
+    MatchAndLease,
     Matched,
     OpenNamespace,
     Ping,
     Prefetch,
+    Presence,
     Ready,
     ReadySlot,
     Release,
+    Renew,
+    Renewed,
     Report,
+    ReportDamage,
     Request,
     Reserve,
     ReturnSlots,
@@ -97,6 +107,13 @@ REQUESTS: dict[str, Request] = {
     "list_namespaces": ListNamespaces(),
     "erase_tenant": Erase(TenantId(bytes(range(32))), None),
     "erase_namespace": Erase(None, _DIGEST),
+    "exists": Exists(KeySet(_DIGEST, (*_KEYS, _KEYS[0])), 50_000),
+    "exists_part": Exists(KeySet(_DIGEST, _KEYS, Part(0, 2, 1, 3)), 50_000),
+    "lease_chain": LeaseChain(_TAIL, 50_000),
+    "match_and_lease": MatchAndLease(_CHAIN, 50_000),
+    "renew": Renew(2**64 - 1),
+    "report_damage": ReportDamage(_TAIL),
+    "hello_reader": HelloReader(1234),
 }
 ANSWERS: dict[str, Answer] = {
     "welcome": Welcome(bytes(16), 1 << 30, 32),
@@ -110,6 +127,12 @@ ANSWERS: dict[str, Answer] = {
     "ready_none": Ready(None, 0, (), TierNames.of([]), MissReason.TIMED_OUT),
     "lent": Lent((LentSlot(1, 4096, 5),), 1),
     "report": Report(b"{}"),
+    "presence": Presence(b"\x05\x80"),
+    "leased": Leased(
+        9, 30_000_000, 64, (ReadySlot(4096, 1, 2),), TierNames.of(["dram", "ssd"]), MissReason.EVICTED
+    ),
+    "leased_none": Leased(None, 0, 0, (), TierNames.of(["ssd"]), None),
+    "renewed": Renewed(30_000_000),
     "failed": Failed(FailureCode.INVALID_REQUEST, "no such namespace"),
 }
 
@@ -238,7 +261,7 @@ def test_a_mutated_frame_is_another_message_or_a_protocol_mismatch(seed: int) ->
             continue
 
 
-@given(st.binary(max_size=200), st.sampled_from([*range(20), *range(0x8000, 0x8009), 0x80FF, 0xFFFF]))
+@given(st.binary(max_size=200), st.sampled_from([*range(26), *range(0x8000, 0x800C), 0x80FF, 0xFFFF]))
 def test_any_body_is_a_message_or_a_protocol_mismatch(body: bytes, kind: int) -> None:
     for decode in (decode_request, decode_answer):
         try:
@@ -258,7 +281,7 @@ values = st.recursive(
 )
 
 
-@given(st.lists(values, max_size=9), st.sampled_from([*range(1, 15), *range(0x8001, 0x8008), 0x80FF]))
+@given(st.lists(values, max_size=9), st.sampled_from([*range(1, 25), *range(0x8001, 0x800B), 0x80FF]))
 def test_any_values_are_a_message_or_a_protocol_mismatch(body: list[object], kind: int) -> None:
     for decode in (decode_request, decode_answer):
         try:

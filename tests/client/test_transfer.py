@@ -3,10 +3,11 @@
 from itertools import count
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvstore import checksum as checksum_module
-from kvstore.checksum import STEP_BYTES, checksum
+from kvstore.checksum import SOURCE_STEP_BYTES, checksum
 from kvstore.errors import InvalidRequest
 from kvstore.messages import LentSlot, ReadySlot
 from kvstore.transfer import ReadEnd, byte_view, read_slots, write_slots
@@ -22,12 +23,15 @@ class FakeArena:
     def slot(self, offset: int, length_bytes: int) -> memoryview:
         return memoryview(self.memory)[offset : offset + length_bytes]
 
+    def slot_array(self, offset: int, length_bytes: int) -> npt.NDArray[np.uint8]:
+        return np.frombuffer(self.memory, np.uint8)[offset : offset + length_bytes]
+
     def generation(self, offset: int) -> int:
         return self.generations[offset]
 
 
 def _ready(arena: FakeArena, *offsets: int) -> list[ReadySlot]:
-    return [ReadySlot(offset, 1, checksum(arena.slot(offset, 8))) for offset in offsets]
+    return [ReadySlot(offset, 1, checksum(arena.slot_array(offset, 8))) for offset in offsets]
 
 
 def _never() -> bool:
@@ -111,7 +115,7 @@ def test_writing_stops_inside_a_block_that_changes_hands() -> None:
     arena = WideArena()
 
     assert write_slots(arena, [LentSlot(0, 0, 1)], [np.full(4 << 20, 9, np.uint8)], _never) == []
-    assert arena.memory.count(9) == 2 * STEP_BYTES
+    assert arena.memory.count(9) == 2 * SOURCE_STEP_BYTES
 
 
 def test_writing_stops_inside_a_block_when_told() -> None:
@@ -122,7 +126,7 @@ def test_writing_stops_inside_a_block_when_told() -> None:
         write_slots(arena, [LentSlot(0, 0, 1)], [np.full(4 << 20, 9, np.uint8)], lambda: next(asked) == 1)
         == []
     )
-    assert arena.memory.count(9) == STEP_BYTES
+    assert arena.memory.count(9) == SOURCE_STEP_BYTES
 
 
 @pytest.mark.parametrize("buffer", [3, None, "text", np.zeros((4, 4), np.uint8).T, [1, 2]])

@@ -92,7 +92,7 @@ def test_every_default_is_allowed_by_its_own_rule() -> None:
         ("[tier.dram]\ncapacity_bytes = 1", ["section [tier.dram]", "did you mean [tiers.dram]?"]),
         ("[tier.remote]\n", ["section [tier.remote]", "did you mean [tiers.remote]?"]),
         ("[dram]\n", ["section [dram]", "did you mean [tiers.dram]?"]),
-        ("[tier]\n", ["section [tier]", "there are [server], [store], [tiers.dram]"]),
+        ("[tier]\n", ["section [tier]", "there are [server], [http], [store], [tiers.dram]"]),
         ("[store]\nio_threads = 2", ["[store]", "io_threads", "[tiers.ssd]"]),
         ("[store]\nxyzzy = 2", ["[store]", "xyzzy", "--reference"]),
         ("[tiers.ssd]\npaths = []", ["[tiers.ssd] unknown key paths", "did you mean path?"]),

@@ -56,8 +56,8 @@ def test_leases_past_their_deadline_expire(table):
     one = entry()
     table.grant(table.new_owner(), [one], deadline_s=10)
 
-    assert table.expire(9.9) == ([], [])
-    assert table.expire(10.0) == ([one], [])
+    assert table.expire(9.9) == ([], 0)
+    assert table.expire(10.0) == ([one], 0)
     assert one.leases == 0
 
 
@@ -86,14 +86,53 @@ def test_unnamed_slots_come_back_when_their_owner_ends(table):
     assert table.lent_slots() == []
 
 
-def test_lent_slots_expire_like_leases(table):
+def test_a_renewed_lease_lasts_until_its_new_deadline(table):
+    one, owner = entry(), table.new_owner()
+    lease = table.grant(owner, [one], deadline_s=10)
+
+    assert table.renew(lease, owner, 20)
+    assert table.expire(15) == ([], 0)
+    assert table.expire(20) == ([one], 0)
+    assert not table.renew(lease, owner, 30)
+
+
+def test_a_lease_of_another_owner_cannot_be_renewed(table):
+    lease = table.grant(table.new_owner(), [entry()], deadline_s=10)
+
+    assert not table.renew(lease, table.new_owner(), 20)
+
+
+def test_many_renewals_leave_no_memory_behind(table):
+    owner = table.new_owner()
+    lease = table.grant(owner, [entry()], deadline_s=1e9)
+
+    for at in range(20_000):
+        table.renew(lease, owner, 1e9 + at)
+
+    assert len(table._deadlines) < 10_000
+
+
+def test_a_lent_slot_past_its_deadline_cannot_be_published_and_stays_with_its_owner(table):
     owner = table.new_owner()
     table.lend(owner, [Slot(1)], length_bytes=64, deadline_s=10)
     table.lend(owner, [Slot(2)], length_bytes=64, deadline_s=20)
 
-    assert table.expire(15) == ([], [Slot(1)])
+    assert table.expire(15) == ([], 1)
+    assert table.expire(16) == ([], 0)
     assert table.lent(owner, Slot(1)) is None
     assert table.lent(owner, Slot(2)) is not None
+    assert len(table.lent_slots()) == 2
+    assert table.num_overdue == 1
+
+
+def test_an_overdue_slot_comes_back_by_hand_or_with_its_owner(table):
+    owner = table.new_owner()
+    table.lend(owner, [Slot(1), Slot(2)], length_bytes=64, deadline_s=10)
+    table.expire(15)
+
+    assert table.take_back(owner, Slot(1)) is not None
+    assert table.end_owner(owner) == ([], [Slot(2)])
+    assert table.num_overdue == 0
 
 
 def test_taking_back_a_slot_of_another_owner_does_nothing(table):

@@ -9,9 +9,18 @@ import pytest
 from kvstore.cli import main
 from kvstore.drill import DrillSettings, Fault, all_faults, run_drill
 from kvstore.drill.blocks import payloads_of
+from kvstore.drill.drill import share_of_time
 from kvstore.drill.stage import Stage
 from kvstore.drill.store_process import PartFailed
 
+DISK_AND_CROWD = (
+    "error_at_each_operation",
+    "disk_stuck",
+    "power_loss",
+    "crowd_killed",
+    "fork_over_local_store",
+    "redis_cluster_master_lost",
+)
 DOCUMENT = Path(__file__).parents[2] / "docs" / "drill.md"
 SHORT = (
     "kill_under_load",
@@ -50,6 +59,27 @@ class Idle(Fault):
     effect = "blocks_refused"
 
     def inject(self, stage: Stage) -> None:
+        stage.answers()
+
+
+class Sweep(Fault):
+    name = "sweep"
+    description = "wants ten tries"
+
+    def __init__(self, tries_wanted: int) -> None:
+        self._left = tries_wanted
+
+    @property
+    def is_unfinished(self) -> bool:
+        return self._left > 0
+
+    def setup(self, stage: Stage) -> None:
+        stage.ensure_running()
+
+    def inject(self, stage: Stage) -> None:
+        self._left -= 1
+
+    def verify(self, stage: Stage) -> None:
         stage.answers()
 
 
@@ -93,15 +123,38 @@ def test_a_fault_that_had_no_effect_fails():
     assert found["faults"]["idle"]["notes"] == ["the fault did nothing: blocks_refused is 0"]
 
 
+def test_a_kind_that_is_unfinished_goes_on_beyond_its_share_and_not_for_ever():
+    short = drill(Sweep(3), Idle())[0]["faults"]["sweep"]
+    endless = drill(Sweep(1_000_000_000), Idle())[0]
+
+    assert short["tries"] >= 3
+    assert endless["seconds"] < 60
+
+
+@pytest.mark.parametrize(
+    ("left_s", "share_s"), [(1.0, 1 / 3), (3.0, 1.0), (7.0, 2.0)], ids=["too little", "just enough", "more"]
+)
+def test_each_kind_gets_what_a_try_takes_and_its_share_of_the_rest(left_s: float, share_s: float) -> None:
+    # Four shares: one of this kind, three of the other, which takes twice as long.
+    class Other(Idle):
+        try_s = 2.0
+        weight = 3.0
+
+    assert share_of_time([Idle(), Other()], left_s) == pytest.approx(share_s)
+
+
 def test_there_are_at_least_twenty_kinds_with_different_names():
     names = [fault.name for fault in all_faults()]
 
     assert len(set(names)) == len(names) >= 20
-    assert set(SHORT) <= set(names)
+    assert {*SHORT, *DISK_AND_CROWD} <= set(names)
 
 
-def test_a_short_drill_keeps_every_promise(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [word for name in SHORT for word in ("--fault", name)]
+@pytest.mark.parametrize("names", [SHORT, DISK_AND_CROWD], ids=["short", "disk_and_crowd"])
+def test_a_short_drill_keeps_every_promise(
+    names: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word for name in names for word in ("--fault", name)]
 
     status = main(["drill", "--seconds", "22", "--seed", "4", "--json", *words])
 
@@ -112,7 +165,7 @@ def test_a_short_drill_keeps_every_promise(capsys: pytest.CaptureFixture[str]) -
         *("ok", "seed", "seconds", "tries", "wrong_bytes", "lost_durable", "over_deadline", "violations"),
         "faults",
     ]
-    assert list(found["faults"]) == list(SHORT)
+    assert list(found["faults"]) == list(names)
     assert all(
         kind["tries"] and {"lost", "over_deadline", "seconds"} <= set(kind)
         for kind in found["faults"].values()

@@ -66,3 +66,14 @@ def test_all_that_is_remembered_can_be_excused_at_once():
 
     assert journal.is_excused(chain(1).keys[0])
     assert not journal.is_excused(chain(2).keys[0])
+
+
+def test_what_was_acknowledged_when_the_log_was_longer_is_promised_no_more():
+    journal = Journal()
+    for seed, position in ((1, 10), (2, 20), (3, 30)):
+        journal.position = lambda: position  # noqa: B023
+        journal.note_durable(chain(seed))
+
+    journal.forget_after(20)
+
+    assert journal.durable_chains() == [chain(1), chain(2)]

@@ -1,32 +1,16 @@
 """Stage: the drill must be able to fail. Each promise is broken once, and the ledger must say so."""
 
-import random
 import socket
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
-import pytest
 
 from kvstore.drill.blocks import payloads_of
-from kvstore.drill.ledger import Ledger
 from kvstore.drill.load import Load
 from kvstore.drill.raw_client import RawClient
 from kvstore.drill.slab_surgery import SlabFile
 from kvstore.drill.stage import Stage
-from kvstore.drill.store_process import MIB, Footprint, StoreSettings, wait_until
+from kvstore.drill.store_process import Footprint, wait_until
 from kvstore.link import unix_dial
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    settings = StoreSettings(dram_bytes=2 * MIB, ssd_bytes=16 * MIB, ssd_folder=tmp_path / "ssd")
-    stage = Stage(tmp_path, settings, Ledger(lambda _: None), rng=random.Random(1), heal_s=0.3)
-    try:
-        stage.store.start()
-        yield stage
-    finally:
-        stage.close()
 
 
 def test_a_sound_store_breaks_no_promise(stage: Stage) -> None:

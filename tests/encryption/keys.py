@@ -33,6 +33,9 @@ class OneKey:
     ) -> DataKey | None:
         return self.key if self.is_known(key_id) else None
 
+    async def refresh(self) -> None:
+        """There is nothing to look at."""
+
     def is_known(self, key_id: bytes) -> bool:
         return key_id == self.key.id
 

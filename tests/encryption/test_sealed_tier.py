@@ -253,7 +253,7 @@ async def test_a_slab_is_made_anew_also_when_encryption_was_off_for_a_while(tmp_
         await put(tier, 1)
     plain = SsdTier(tmp_path / "ssd", capacity_bytes=CAPACITY)
     await plain.open()
-    assert await statuses(plain, 1) == [ReadStatus.MISMATCH]
+    assert await statuses(plain, 1) == [ReadStatus.ABSENT]
     await put(plain, 2)
     await plain.close()
     async with on_ssd(tmp_path / "ssd", keys) as tier:

@@ -38,13 +38,13 @@ async def face(request: pytest.FixtureRequest, server: StoreServer, tmp_path: Pa
             yield SyncFace(client)
     else:
         async with await AsyncKVStore.connect(tmp_path / "kv.sock", timeouts=PATIENT) as connected:
-            connected.open_namespace(NAMESPACE)
+            await connected.open_namespace(NAMESPACE)
             yield connected
 
 
 def _forget(server: StoreServer) -> None:
     # The owner's own use keeps a namespace, so it is taken away behind the owner's back.
-    server._manager._state.directory._namespaces.pop(NAMESPACE.digest, None)
+    server._manager._state.directory.forget_namespace(NAMESPACE.digest)
     with pytest.raises(NamespaceNotOpen):
         server._manager.commit(CHAIN[:0], [], owner=server._manager.new_owner())
 

@@ -38,7 +38,7 @@ async def hung_store(tmp_path):
         await server.listen()
         server.start(store.dram.arena.fd)
         async with await AsyncKVStore.connect(tmp_path / "s") as client:
-            client.open_namespace(SPACE)
+            await client.open_namespace(SPACE)
             await client.ping(timeout_s=10)
             tier.gate.clear()
             try:

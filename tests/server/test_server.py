@@ -31,6 +31,7 @@ from kvstore.messages import (
     Match,
     OpenNamespace,
     Ping,
+    Prefetch,
     Release,
     Request,
     Reserve,
@@ -66,7 +67,7 @@ async def server(tmp_path: Path) -> AsyncIterator[StoreServer]:
 @pytest.fixture
 async def client(server: StoreServer, tmp_path: Path) -> AsyncIterator[AsyncKVStore]:
     async with await AsyncKVStore.connect(tmp_path / "kv.sock", timeouts=PATIENT) as connected:
-        connected.open_namespace(NAMESPACE)
+        await connected.open_namespace(NAMESPACE)
         yield connected
 
 
@@ -344,7 +345,7 @@ async def test_several_requests_of_a_connection_are_each_answered_by_id(
 async def test_an_id_that_is_under_way_may_not_be_used_again(server: StoreServer, tmp_path: Path) -> None:
     about = ChainRef(NAMESPACE.chain(range(8)))
     async with _greeted(tmp_path) as raw:
-        await raw.send(encode_message(Match(about, 1000), 5) * 2)
+        await raw.send(encode_message(Prefetch(about, 1000), 5) * 2)
 
         assert await raw.answer() is None
     assert server.counters.protocol_errors == 1

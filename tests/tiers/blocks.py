@@ -41,3 +41,13 @@ def to_write(number: int, length_bytes: int, *, version: int = 0) -> WriteReques
 
 def to_read(number: int, length_bytes: int) -> ReadRequest:
     return ReadRequest(block_id(number), LAYOUT, length_bytes, aligned(length_bytes))
+
+
+def chain_writes(first: int, depths: range, length_bytes: int) -> list[WriteRequest]:
+    """Writes of blocks ``first + depth``, each the child of the one before it."""
+    writes = []
+    for depth in depths:
+        request = to_write(first + depth, length_bytes)
+        parent = block_id(first + depth - 1).key if depth else BlockKey(NAMESPACE)
+        writes.append(WriteRequest(request.header._replace(parent=parent, depth=depth), request.buffer))
+    return writes

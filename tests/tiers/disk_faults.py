@@ -13,6 +13,7 @@ import shutil
 import struct
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvstore.errors import TierUnavailable
@@ -43,10 +44,22 @@ async def put(tier: SsdTier, may_hold: MayHold, number: int, version: int) -> No
         may_hold[number] = {version}
 
 
+async def put_neighbours(tier: SsdTier, may_hold: MayHold, numbers: Sequence[int], version: int) -> None:
+    """Write several blocks in one call, so that those in slots that touch go by one system call."""
+    requests = [to_write(number, LENGTH, version=version) for number in numbers]
+    for number in numbers:
+        may_hold[number].add(version)
+    statuses = await tier.write(requests, deadline_s=soon())
+    for number, status in zip(numbers, statuses, strict=True):
+        if status is WriteStatus.OK:
+            may_hold[number] = {version}
+
+
 async def use(tier: SsdTier, may_hold: MayHold, dice: random.Random) -> int:
     """Write, replace, drop and read; returns how many reads gave bytes that were never put."""
     wrong = 0
-    await asyncio.gather(*(put(tier, may_hold, number, 1) for number in NUMBERS[:8]))
+    await asyncio.gather(*(put(tier, may_hold, number, 1) for number in NUMBERS[:6]))
+    await put_neighbours(tier, may_hold, NUMBERS[5:10], 20)
     for version in (2, 3):
         for number in dice.sample(NUMBERS, 3):
             await put(tier, may_hold, number, version)
@@ -88,7 +101,7 @@ async def verify(folder: Path, may_hold: MayHold) -> dict[str, int]:
     (folder / "dirty").unlink(missing_ok=True)  # the check in a child has tests of its own
     tier = tier_in(folder)
     await tier.open()
-    slots = sum(-(-record.header.length_bytes // 4096) * 4096 for record in tier.records())
+    slots = sum(-(-record.header.length_bytes // 4096) * 4096 for record in tier.copies.records())
     uncounted = int(tier.used_bytes != slots)
     wrong, lost = await look(tier, may_hold, is_up=True)
     problems = len(tier.check())
@@ -170,6 +183,13 @@ async def act(tier: SsdTier, dice: random.Random, said) -> None:  # type: ignore
                 said.write(f"ack {number} {version}\n")
 
         await asyncio.gather(*(one(number) for number in dice.sample(NUMBERS, 3)))
+        several = dice.sample(NUMBERS, 4)
+        said.writelines(f"start {number} {20 + version}\n" for number in several)
+        requests = [to_write(number, LENGTH, version=20 + version) for number in several]
+        statuses = await tier.write(requests, deadline_s=soon())
+        for number, status in zip(several, statuses, strict=True):
+            if status is WriteStatus.OK:
+                said.write(f"ack {number} {20 + version}\n")
         if version % 4 == 3:
             gone = dice.choice(NUMBERS)
             said.write(f"start-drop {gone} 0\n")

@@ -14,8 +14,9 @@ import pytest
 from kvstore.errors import InvalidConfig
 from kvstore.tier import HEADER_BYTES, ReadStatus, WriteStatus
 from kvstore_tiers.remote import RemoteTier
-from kvstore_tiers.resp import RespConnection, RespFault
+from kvstore_tiers.resp import RespConnection
 from kvstore_tiers.resp_address import AddressLookup, RespAddress, SocketAddress
+from kvstore_tiers.resp_stream import RespFault
 from tests.redis_server import RedisServer, free_port
 from tests.tiers.blocks import block_id
 from tests.tiers.remote_calls import LENGTH, NAMES, opened, put, statuses, until, until_healed, within
@@ -330,9 +331,12 @@ async def test_random_damage_to_the_stream_is_never_served(redis: RedisServer) -
 async def test_probe_stops_at_the_window_with_the_first_absent_block(redis: RedisServer) -> None:
     async with opened(redis.url) as tier:
         await put(tier, *range(300), length=10)
-        found = (await tier.probe([block_id(number) for number in range(600)], deadline_s=within(5))).tiers
-        assert found[:300] == ["remote"] * 300
-        assert found[300:] == [None] * 300
+        probe = await tier.probe([block_id(number) for number in range(600)], deadline_s=within(5))
+        assert probe.tiers[:300] == ["remote"] * 300
+        assert probe.tiers[300:] == [None] * 300
+        assert probe.num_known == 512
+        whole = await tier.probe([block_id(number) for number in range(512)], deadline_s=within(5))
+        assert whole.num_known is None
 
 
 async def test_a_unix_socket_and_a_password_of_its_own(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -66,7 +67,8 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         fresh = SlotAllocator(CAPACITY)
-        fresh.restore([(offset, count * PAGE) for offset, count in self.lent.items()])
+        offsets = np.array(list(self.lent), dtype=np.int64)
+        fresh.restore(offsets, np.array(list(self.lent.values()), dtype=np.int64) * PAGE)
         self.slots = fresh
         run = self.longest_free_run()
         assert run == 0 or fresh.has_room(run * PAGE)
@@ -125,7 +127,7 @@ def test_freeing_what_is_not_allocated_is_a_mistake_of_our_own() -> None:
 def test_restoring_overlapping_slots_is_a_mistake_of_our_own() -> None:
     slots = SlotAllocator(10 * PAGE)
     with pytest.raises(AssertionError, match="overlaps"):
-        slots.restore([(0, 2 * PAGE), (PAGE, PAGE)])
+        slots.restore(np.array([0, PAGE]), np.array([2 * PAGE, PAGE]))
 
 
 def test_sizes_from_64_kib_to_32_mib_come_and_go_at_95_percent_without_overlap() -> None:

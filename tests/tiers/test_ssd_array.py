@@ -1,6 +1,7 @@
 """SsdArray: several folders as one tier; a folder that fails takes only its own blocks away."""
 
 import asyncio
+import errno
 import shutil
 import time
 from collections.abc import AsyncIterator
@@ -13,9 +14,11 @@ from kvstore.assembly import _ssd_tier
 from kvstore.config import Config
 from kvstore.errors import InvalidConfig, TierUnavailable
 from kvstore.tier import ReadStatus, WriteStatus
-from kvstore_tiers.ssd import Numbers, SsdTier
+from kvstore_tiers.ssd import SsdTier
 from kvstore_tiers.ssd_array import SsdArray
+from kvstore_tiers.ssd_copies import Numbers
 from tests.tiers.blocks import block_id, payload, to_read, to_write
+from tests.tiers.faulty_io import BrokenIO
 
 LENGTH = 40_000
 SLOT = 40_960
@@ -23,16 +26,22 @@ CAPACITY = 1 << 20
 NAMES = ("a", "b", "c")
 
 
-def array(folder: Path, names: tuple[str, ...] = NAMES, *, capacity_bytes: int = CAPACITY) -> SsdArray:
+def array(
+    folder: Path, names: tuple[str, ...] = NAMES, *, ios: dict[str, BrokenIO] | None = None
+) -> SsdArray:
     numbers = Numbers()
-    return SsdArray(
-        [SsdTier(folder / name, capacity_bytes=capacity_bytes, numbers=numbers) for name in names]
-    )
+    disks = [
+        SsdTier(folder / name, capacity_bytes=CAPACITY, numbers=numbers, io=(ios or {}).get(name))
+        for name in names
+    ]
+    return SsdArray(disks, retry_interval_s=0.02)
 
 
 @asynccontextmanager
-async def opened(folder: Path, names: tuple[str, ...] = NAMES) -> AsyncIterator[SsdArray]:
-    tier = array(folder, names)
+async def opened(
+    folder: Path, names: tuple[str, ...] = NAMES, *, ios: dict[str, BrokenIO] | None = None
+) -> AsyncIterator[SsdArray]:
+    tier = array(folder, names, ios=ios)
     await tier.open()
     try:
         yield tier
@@ -56,19 +65,6 @@ async def statuses(tier: SsdArray, *numbers: int) -> list[ReadStatus]:
         if outcome.status is ReadStatus.OK:
             assert bytes(request.buffer[:LENGTH]) == payload(number, LENGTH)
     return [outcome.status for outcome in outcomes]
-
-
-class BrokenSlab:
-    def __init__(self, inner: object) -> None:
-        self.inner = inner
-
-    def read(self, offset: int, buffer: memoryview, length_bytes: int) -> None:
-        raise OSError(5, "Input/output error")
-
-    write = read
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.inner, name)
 
 
 async def test_blocks_are_spread_evenly_and_the_capacity_is_that_of_all(tmp_path: Path) -> None:
@@ -108,17 +104,17 @@ async def test_a_replaced_block_stays_on_its_disk(tmp_path: Path) -> None:
 
 
 async def test_a_disk_with_errors_takes_only_its_own_blocks_away(tmp_path: Path) -> None:
-    async with opened(tmp_path) as tier:
+    ios = {name: BrokenIO() for name in NAMES}
+    async with opened(tmp_path, ios=ios) as tier:
         await put(tier, *range(9))
         disk = tier.disks[1]
-        sound, disk._store.slab = disk._store.slab, BrokenSlab(disk._store.slab)
+        ios["b"].error = errno.EIO
         for _ in range(3):
             assert (await statuses(tier, *range(9))).count(ReadStatus.OK) == 6
         assert tier.health().is_up
         assert tier.health().reason == "reading failed: Input/output error"
         assert await put(tier, *range(20, 26)) == [WriteStatus.OK] * 6
         assert disk.used_bytes == 3 * SLOT
-        disk._store.slab = sound
 
 
 async def test_a_deleted_folder_costs_its_blocks_which_may_be_stored_again(tmp_path: Path) -> None:
@@ -163,7 +159,7 @@ async def test_of_two_copies_left_on_two_disks_the_one_used_last_stays(tmp_path:
     async with opened(tmp_path, ("b",)) as tier:
         await put(tier, 8, 9, 7, 6, 1)
     async with opened(tmp_path, ("a", "b")) as tier:
-        assert [disk.holds(block_id(1)) for disk in tier.disks] == [False, True]
+        assert [disk.holds(block_id(1).storage_key) for disk in tier.disks] == [False, True]
         assert len(await tier.scan()) == 6
         assert await statuses(tier, 1, 2) == [ReadStatus.OK] * 2
 

@@ -42,7 +42,8 @@ def test_an_index_whose_meta_page_could_not_be_written_works_again_once_the_disk
 
     index.commit([Change.store(record)])
 
-    assert index.load() == ([record], [])
+    records, damaged = index.load()
+    assert (list(records), damaged) == ([record], [])
     index.close()
 
 

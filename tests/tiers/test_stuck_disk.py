@@ -4,7 +4,6 @@ import asyncio
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 
@@ -14,39 +13,13 @@ from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.manager import BlockManager
 from kvstore.tier import ReadStatus, WriteStatus
-from kvstore_tiers.disk_io import OsDiskIO
 from kvstore_tiers.dram import DramTier
 from kvstore_tiers.ssd import SsdTier
 from tests.tiers.blocks import to_read, to_write
+from tests.tiers.faulty_io import StuckIO
 
 LENGTH = 8192
 ROOT = Path(__file__).parents[2]
-
-
-class StuckIO(OsDiskIO):
-    """Real, until ``stick`` names a call that then waits for ``is_moving``."""
-
-    def __init__(self) -> None:
-        self.sticking = ""
-        self.is_moving = threading.Event()
-        self.is_stuck = threading.Event()
-
-    def _wait(self, call: str) -> None:
-        if call == self.sticking:
-            self.is_stuck.set()
-            self.is_moving.wait(60)
-
-    def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:  # type: ignore[override]
-        self._wait("preadv")
-        return super().preadv(fd, buffers, offset)
-
-    def pwritev(self, fd: int, buffers: list[memoryview], offset: int) -> int:  # type: ignore[override]
-        self._wait("pwritev")
-        return super().pwritev(fd, buffers, offset)
-
-    def fdatasync(self, fd: int) -> None:
-        self._wait("fdatasync")
-        super().fdatasync(fd)
 
 
 def soon() -> float:
@@ -125,7 +98,7 @@ def test_a_process_with_a_stuck_disk_ends() -> None:
     from pathlib import Path
     from kvstore_tiers.ssd import SsdTier
     from tests.tiers.blocks import to_write
-    from tests.tiers.test_stuck_disk import StuckIO
+    from tests.tiers.faulty_io import StuckIO
     async def main(folder):
         io = StuckIO()
         tier = SsdTier(folder, capacity_bytes=1 << 20, close_timeout_s=0.1, io=io)

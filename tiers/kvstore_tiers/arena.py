@@ -6,7 +6,7 @@ import os
 import resource
 from pathlib import Path
 
-from kvstore.arena_view import INSTANCE_BYTES, SEALS, ArenaFormat, ArenaView
+from kvstore.arena_view import INSTANCE_BYTES, SEALS, ArenaFormat, ArenaView, open_read_only
 from kvstore.errors import ProtocolMismatch, TierUnavailable
 from kvstore.tier import ALIGNMENT_BYTES
 
@@ -68,7 +68,7 @@ class Arena:
 
     def open_read_only(self) -> int:
         """Return a new descriptor of the arena that cannot be mapped for writing; the caller closes it."""
-        return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
+        return open_read_only(self._fd)
 
     def pin(self) -> str:
         """Register the memory with CUDA, so that copies to and from a GPU are direct; returns how that went.

@@ -1,4 +1,4 @@
-"""DiskTurns: payload operations of one disk in threads, several small ones per turn, and their duration."""
+"""DiskTurns: what is under way on one disk and since when, and the payload turns of its threads."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from kvstore_tiers.jobs import Abandoned, Jobs
 
 T = TypeVar("T")
 
-_TURN_BYTES = 4 << 20
+Turn = Callable[[], "list[DiskOutcome]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,18 @@ class DiskTurns:
         self._started_s: dict[object, float] = {}
         self._is_abandoned = False
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether no operation is to begin any more, also none of a turn whose thread comes back late."""
+        return self._is_abandoned
+
     def oldest_s(self) -> float:
         """Return how long the oldest operation has been under way; 0 if there is none."""
         oldest_s = min(list(self._started_s.values()), default=None)
         return 0.0 if oldest_s is None else self._clock() - oldest_s
 
     def abandon(self) -> None:
-        """Begin no operation any more, also none of a turn whose thread comes back late."""
+        """Begin no operation any more."""
         self._is_abandoned = True
 
     def timed(self, call: Callable[[], T]) -> T:
@@ -47,33 +52,10 @@ class DiskTurns:
             self._started_s.pop(token, None)
 
     async def run(
-        self, jobs: Jobs, deadline_s: float, sized: Sequence[tuple[int, Callable[[], DiskOutcome]]]
-    ) -> list[DiskOutcome | None]:
-        """Run calls, given with their bytes, in order; None where time ran out before, or they are stuck."""
-        turns: list[list[Callable[[], DiskOutcome]]] = []
-        room = 0
-        for size, call in sized:
-            if not turns or room < size:
-                turns.append([])
-                room = _TURN_BYTES
-            turns[-1].append(call)
-            room -= size
-        patience_s = deadline_s - self._clock()
+        self, jobs: Jobs, deadline_s: float, turns: Sequence[Turn]
+    ) -> list[list[DiskOutcome] | None]:
+        """Run turns, begun in order; None for those that time ran out for, or that are stuck."""
         try:
-            results = await jobs.run_within([self._turn(calls) for calls in turns], patience_s)
+            return await jobs.run_within(turns, deadline_s - self._clock())
         except Abandoned:
-            return [None] * len(sized)
-        outcomes: list[DiskOutcome | None] = []
-        for calls, result in zip(turns, results, strict=True):
-            outcomes += result if result is not None else [None] * len(calls)
-        return outcomes
-
-    def _turn(self, calls: Sequence[Callable[[], DiskOutcome]]) -> Callable[[], list[DiskOutcome]]:
-        def turn() -> list[DiskOutcome]:
-            outcomes: list[DiskOutcome] = []
-            for call in calls:
-                if not self._is_abandoned:
-                    outcomes.append(self.timed(call))
-            return outcomes
-
-        return turn
+            return [None] * len(turns)

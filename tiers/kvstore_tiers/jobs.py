@@ -69,6 +69,7 @@ class Jobs:
         self._pending: dict[asyncio.Future[object], _Job] = {}
         self._tasks: set[asyncio.Future[object]] = set()
         self._is_stuck = False
+        self._is_abandoned = False
 
     @property
     def num_threads(self) -> int:
@@ -80,6 +81,7 @@ class Jobs:
         if self._queue is not None:
             return
         self._queue = queue.SimpleQueue()
+        self._is_abandoned = False
         for number in range(self._num_threads):
             thread = threading.Thread(
                 target=_work, args=(self._queue,), name=f"kvstore-{self._name}-{number}", daemon=True
@@ -91,7 +93,7 @@ class Jobs:
         """Run one call in a thread; returns when it has ended.
 
         Raises:
-            Abandoned: by ``abandon``, before it ended.
+            Abandoned: by ``abandon``, before it ended or before it was asked for.
         """
         job = self._submit(call)
         return await outlast(cast("asyncio.Future[T]", job.future))  # it holds what the call returns
@@ -102,7 +104,7 @@ class Jobs:
         After ``patience_s`` seconds those that no thread has begun are given up: None.
 
         Raises:
-            Abandoned: by ``abandon``, before they ended.
+            Abandoned: by ``abandon``, before they ended or before they were asked for.
         """
         jobs = [self._submit(call) for call in calls]
         if not jobs:
@@ -135,7 +137,8 @@ class Jobs:
         return True
 
     def abandon(self) -> None:
-        """Wait no more for what is under way: whoever awaits it gets Abandoned."""
+        """Wait no more for what is under way, and begin nothing: whoever awaits that gets Abandoned."""
+        self._is_abandoned = True
         for job in list(self._pending.values()):
             self._is_stuck |= not job.give_up()
             job.future.set_exception(Abandoned(f"{self._name}: an operation has not ended"))
@@ -154,6 +157,9 @@ class Jobs:
 
     def _submit(self, call: Callable[[], object]) -> _Job:
         assert self._queue is not None, f"{self._name}: not open"
+        if self._is_abandoned:
+            # Behind the stuck operation it would wait for ever, and its task would outlive the event loop.
+            raise Abandoned(f"{self._name}: an operation has not ended")
         job = _Job(call, asyncio.get_running_loop().create_future())
         self._pending[job.future] = job
         job.future.add_done_callback(self._forget)

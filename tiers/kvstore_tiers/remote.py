@@ -15,7 +15,7 @@ import logging
 import ssl
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
@@ -34,16 +34,24 @@ from kvstore.tier import (
     WriteStatus,
 )
 from kvstore_tiers.remote_cluster import ClusterServers
+from kvstore_tiers.remote_look import Use
 from kvstore_tiers.remote_node import NodeSettings, RemoteNode, Work
 from kvstore_tiers.remote_sentinel import SentinelServers
 from kvstore_tiers.remote_session import KeyNames, Redirect, drop_share, probe_share, read_share, write_share
 from kvstore_tiers.remote_tls import TlsFolder
 from kvstore_tiers.remote_topology import Servers, SingleServer
 from kvstore_tiers.remote_url import RemoteUrl, Topology
+from kvstore_tiers.resp_address import RespAddress
 
 _log = logging.getLogger(__name__)
 
 _SHARE_MIN_BLOCKS = 2
+
+_MAX_SHARES = 2
+"""Most connections that one call uses to one server; other calls have the others.
+
+Two pipelined ones keep a server's one thread busy. More only take turns: measured, docs/remote.md.
+"""
 
 T = TypeVar("T")
 
@@ -68,19 +76,20 @@ class Batch(Generic[T]):
 class Ending:
     """How a call ended for items that got no outcome of their own, by their place in the call.
 
-    For ``late`` ones time ran out, for ``refused`` ones their node's breaker is open, ``moved`` ones are at
-    another node: (node, whether it must be told so). The others' node is unknown, or failed.
+    ``reasons`` has an entry for those whose node was not asked or did not answer. ``moved`` ones are at
+    another node: (node, whether it must be told so).
     """
 
-    late: set[int] = field(default_factory=set)
-    refused: set[int] = field(default_factory=set)
+    reasons: dict[int, MissReason] = field(default_factory=dict)
     moved: dict[int, tuple[RemoteNode, bool]] = field(default_factory=dict)
+
+    def note(self, indexes: Iterable[int], reason: MissReason) -> None:
+        """Say why items may have no outcome."""
+        self.reasons.update(dict.fromkeys(indexes, reason))
 
     def reason(self, index: int) -> MissReason:
         """Return why an item has no outcome."""
-        if index in self.late:
-            return MissReason.TIMED_OUT
-        return MissReason.BREAKER_OPEN if index in self.refused else MissReason.UNAVAILABLE
+        return self.reasons.get(index, MissReason.UNAVAILABLE)
 
 
 class RemoteTier:
@@ -122,7 +131,10 @@ class RemoteTier:
             backoff_max_s=breaker_backoff_max_s,
             clock=clock,
             count=self._count_one,
+            remark=self._tell_once,
+            use=Use(key_prefix, expires=ttl_s is not None, is_cluster=self._url.topology is Topology.CLUSTER),
         )
+        self._remarks: set[str] = set()
         self._servers: Servers | None = None
 
     @property
@@ -182,9 +194,11 @@ class RemoteTier:
         servers = self._make_servers(settings)
         await servers.open()
         self._servers = servers
-        health = self.health()
-        if not health.is_up:
-            _log.warning("%s: %s: not reachable yet: %s", self._name, self._url, health.reason)
+        meetings = [asyncio.create_task(node.met()) for node in servers.nodes]
+        if meetings:
+            await asyncio.wait(meetings, timeout=2 * settings.control_timeout_s)
+        elif servers.trouble:
+            _log.warning("%s: %s: not reachable yet: %s", self._name, self._url, servers.trouble)
 
     async def close(self) -> None:
         """Finish what is under way and close the connections. Idempotent."""
@@ -212,10 +226,12 @@ class RemoteTier:
             )
 
         ending = await self._run(Batch(blocks, _itself, work, 1, is_write=False, deadline_s=deadline_s))
+        unknown = {index: reason for index, reason in ending.reasons.items() if found[index] is None}
         first = next((index for index, is_here in enumerate(found) if not is_here), None)
-        is_known = first is None or found[first] is False
+        reason = None if first is None or found[first] is False else ending.reason(first)
         tiers = [self._name if is_here else None for is_here in found]
-        return Probe(tiers, None if first is None or is_known else ending.reason(first))
+        num_known = next((at for at, is_here in enumerate(found) if is_here is None), None)
+        return Probe(tiers, reason, unknown, num_known)
 
     async def read(self, requests: Sequence[ReadRequest], *, deadline_s: float) -> list[ReadOutcome]:
         """Read copies into the buffers, and verify them."""
@@ -232,7 +248,7 @@ class RemoteTier:
                 deadline_s=deadline_s,
             )
 
-        most = self._settings.num_connections
+        most = min(_MAX_SHARES, self._settings.num_connections)
         batch = Batch(requests, _block_read, work, most, is_write=False, deadline_s=deadline_s)
         ending = await self._run(batch)
         results = [outcome or _unread(ending.reason(index)) for index, outcome in enumerate(outcomes)]
@@ -253,7 +269,7 @@ class RemoteTier:
                 deadline_s=deadline_s,
             )
 
-        most = max(1, self._settings.num_connections // 2)
+        most = min(_MAX_SHARES, max(1, self._settings.num_connections // 2))
         batch = Batch(requests, _block_written, work, most, is_write=True, deadline_s=deadline_s)
         ending = await self._run(batch)
         results = [status or _unwritten(ending.reason(index)) for index, status in enumerate(statuses)]
@@ -294,20 +310,22 @@ class RemoteTier:
         if servers is None or not batch.items:
             return Ending()
         groups: dict[tuple[RemoteNode, bool], list[int]] = {}
+        homeless: list[int] = []
         for index, item in enumerate(batch.items):
             node = servers.node_of(self._names.of(batch.block_of(item)))
             if node is None:
+                homeless.append(index)
                 servers.look_again()
             else:
                 groups.setdefault((node, False), []).append(index)
         ending = await self._ask_nodes(servers, batch, groups)
+        ending.note(homeless, MissReason.UNAVAILABLE)
         if ending.moved:
             groups = {}
             for index, target in ending.moved.items():
                 groups.setdefault(target, []).append(index)
             again = await self._ask_nodes(servers, batch, groups)
-            ending.late |= again.late
-            ending.refused |= again.refused
+            ending.reasons |= again.reasons
         return ending
 
     async def _ask_nodes(
@@ -320,7 +338,7 @@ class RemoteTier:
             if node.allows():
                 asked.append(self._ask_node(servers, batch, node, indexes, ending, is_asking=is_asking))
             else:
-                ending.refused.update(indexes)
+                ending.note(indexes, MissReason.BREAKER_OPEN)
         if len(asked) == 1:
             await asked[0]
         elif asked:
@@ -344,8 +362,9 @@ class RemoteTier:
         works = [batch.work(share, is_asking) for share in shares]
         tallies = await node.run(jobs, works, batch.deadline_s)
         for share, tally in zip(shares, tallies, strict=True):
-            if tally.is_late:
-                ending.late.update(index for index, _ in share)
+            if tally.is_late or tally.fault:
+                reason = MissReason.TIMED_OUT if tally.is_late else MissReason.UNAVAILABLE
+                ending.note((index for index, _ in share), reason)
             if tally.redirects:
                 self._note_redirects(servers, node, tally.redirects, ending)
         if any(tally.fault or tally.refuses_writes for tally in tallies) or not node.health().is_up:
@@ -363,6 +382,12 @@ class RemoteTier:
                     "%s: %s belongs to a cluster: write redis+cluster:// in the url", self._name, node.address
                 )
         self._count(redirected=len(redirects))
+
+    def _tell_once(self, address: RespAddress, remark: str) -> None:
+        """Warn of something amiss; all servers are often set up in the same way."""
+        if remark not in self._remarks:
+            self._remarks.add(remark)
+            _log.warning("%s: %s: %s", self._name, address, remark)
 
     def _count_one(self, event: str) -> None:
         self._counters[event] += 1

@@ -11,11 +11,12 @@ import binascii
 import dataclasses
 from collections.abc import Sequence
 
+from kvstore_tiers.remote_control import Reply
 from kvstore_tiers.remote_node import NodeSettings, RemoteNode
 from kvstore_tiers.remote_session import NUM_SLOTS, PORT_MAX, Redirect
-from kvstore_tiers.remote_topology import CONTROL_TIMEOUT_S, Scout, ask
-from kvstore_tiers.resp import ErrorReply, Reply, RespFault
+from kvstore_tiers.remote_topology import Scout, said_once
 from kvstore_tiers.resp_address import RespAddress
+from kvstore_tiers.resp_stream import RespFault
 
 _INTERVAL_S = 10.0
 _TROUBLED_INTERVAL_S = 0.5
@@ -54,7 +55,6 @@ class ClusterServers:
         self._seeds = list(seeds)
         self._login = seeds[0]
         self._settings = settings
-        self._control = dataclasses.replace(settings, timeout_s=max(settings.timeout_s, CONTROL_TIMEOUT_S))
         self._nodes: dict[Place, RemoteNode] = {}
         self._slots: list[RemoteNode | None] = [None] * NUM_SLOTS
         self._trouble = "no node was asked yet"
@@ -76,7 +76,7 @@ class ClusterServers:
 
     async def open(self) -> None:
         """Ask for the map."""
-        await self._scout.start(2 * self._control.timeout_s)
+        await self._scout.start(2 * self._settings.control_timeout_s)
 
     async def close(self) -> None:
         """Stop asking, and close every node's connections."""
@@ -124,14 +124,14 @@ class ClusterServers:
 
     def _look(self, deadline_s: float) -> list[SlotRange]:
         """Ask one node after the other for the map; in a thread."""
-        faults: list[str] = []
+        faults: list[tuple[str, str]] = []
         for address in self._candidates:
             try:
-                reply = ask(address, self._control, (b"CLUSTER", b"SLOTS"), deadline_s=deadline_s)
+                reply = self._settings.ask(address, ("CLUSTER", "SLOTS"), deadline_s)
                 return read_slots(reply, asked=(address.host, address.port))
             except RespFault as fault:
-                faults.append(f"{address.host}:{address.port}: {fault}")
-        raise RespFault(f"no node has a map of the cluster: {'; '.join(faults)}")
+                faults.append((f"{address.host}:{address.port}", str(fault)))
+        raise RespFault(f"no node has a map of the cluster: {said_once(faults)}")
 
     def _use(self, found: list[SlotRange] | RespFault) -> None:
         if isinstance(found, RespFault):
@@ -162,10 +162,8 @@ def read_slots(reply: Reply, *, asked: Place) -> list[SlotRange]:
     """Return the map in an answer to CLUSTER SLOTS. A node named without a host is at the asked one's.
 
     Raises:
-        RespFault: an error, a map without slots, or not a map.
+        RespFault: a map without slots, or not a map.
     """
-    if isinstance(reply, ErrorReply):
-        raise RespFault(f"the server answers {reply.text[:80]}")
     if not isinstance(reply, list) or not reply:
         raise RespFault("the node knows no slots")
     ranges = [_slot_range(item, asked) for item in reply]

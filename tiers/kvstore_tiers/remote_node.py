@@ -19,21 +19,27 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 
 from kvstore.log_limit import LimitedWarning
 from kvstore.tier import TierHealth
 from kvstore_tiers.breaker import CircuitBreaker
 from kvstore_tiers.jobs import Jobs
+from kvstore_tiers.remote_control import Reply, control_line
+from kvstore_tiers.remote_look import Look, Use, look
 from kvstore_tiers.remote_session import Tally
-from kvstore_tiers.resp import ErrorReply, RespConnection, RespFault, command
+from kvstore_tiers.resp import ErrorReply, RespConnection, command
 from kvstore_tiers.resp_address import AddressLookup, RespAddress
+from kvstore_tiers.resp_stream import RespFault
 
 _log = logging.getLogger(__name__)
 
 SILENCE_COUNTS_S = 0.02
 """Silence before a deadline that makes a server suspect; a busy one answers sooner, and PING sorts it out."""
+
+CONTROL_TIMEOUT_S = 0.25
+"""Least time for a question about servers: nobody's request waits for it."""
 
 Work = Callable[[RespConnection, Tally], None]
 """What a thread does with a connection for a share of a call."""
@@ -41,7 +47,10 @@ Work = Callable[[RespConnection, Tally], None]
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """What all nodes of a tier have in common. ``count`` is told of events: faults, breaker_opened."""
+    """What all nodes of a tier have in common.
+
+    ``count`` is told of events: faults, breaker_opened; ``remark`` of what a look at a server found amiss.
+    """
 
     name: str = "remote"
     timeout_s: float = 0.5
@@ -51,6 +60,13 @@ class NodeSettings:
     tls: ssl.SSLContext | None = None
     clock: Callable[[], float] = time.monotonic
     count: Callable[[str], None] = lambda event: None
+    remark: Callable[[RespAddress, str], None] = lambda address, remark: None
+    use: Use = field(default_factory=Use)
+
+    @property
+    def control_timeout_s(self) -> float:
+        """Longest wait for what is asked about servers, login included."""
+        return max(self.timeout_s, CONTROL_TIMEOUT_S)
 
     def connect(self, address: RespAddress, lookup: AddressLookup, deadline_s: float) -> RespConnection:
         """Connect and log in. Blocks until the deadline at most. Raises RespFault."""
@@ -60,8 +76,23 @@ class NodeSettings:
             timeout_s=self.timeout_s,
             deadline_s=deadline_s,
             clock=self.clock,
-            tls=self.tls if address.is_tls else None,
+            tls=self._tls_for(address),
         )
+
+    def ask(self, address: RespAddress, words: Sequence[str], deadline_s: float) -> Reply:
+        """Ask one server one question. Blocks. Raises RespFault, of which Refused."""
+        until_s = min(deadline_s, self.clock() + self.control_timeout_s)
+        with control_line(address, deadline_s=until_s, clock=self.clock, tls=self._tls_for(address)) as line:
+            return line.ask(*words)
+
+    def look(self, address: RespAddress) -> Look:
+        """See what a server is. Blocks. Raises RespFault."""
+        until_s = self.clock() + self.control_timeout_s
+        with control_line(address, deadline_s=until_s, clock=self.clock, tls=self._tls_for(address)) as line:
+            return look(line, self.use, user=address.user)
+
+    def _tls_for(self, address: RespAddress) -> ssl.SSLContext | None:
+        return self.tls if address.is_tls else None
 
 
 class RemoteNode:
@@ -79,24 +110,28 @@ class RemoteNode:
         self.writes = Jobs(f"{settings.name}-write", max(1, settings.num_connections // 2))
         self._pings = Jobs(f"{settings.name}-ping", 1)
         self._healing: asyncio.Task[None] | None = None
+        self._meeting: asyncio.Task[None] | None = None
+        self._was_seen = False
         self._idle: list[RespConnection] = []
         self._warning = LimitedWarning(_log, clock=settings.clock)
         self._silent_s = 0.0
         self._is_open = False
 
     def start(self) -> None:
-        """Make threads available; connections come with the first calls."""
+        """Make threads available, and begin to meet the server."""
         self.reads.start()
         self.writes.start()
         self._pings.start()
         self._is_open = True
+        self._begin(self._meet)
 
     async def close(self) -> None:
         """Finish what is under way and close the connections. Idempotent."""
         self._is_open = False
-        if self._healing is not None:
-            self._healing.cancel()
-            await asyncio.gather(self._healing, return_exceptions=True)
+        tasks = [task for task in (self._healing, self._meeting) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for jobs in (self.reads, self.writes, self._pings):
             await jobs.close()
         self._lookup.close()
@@ -112,13 +147,10 @@ class RemoteNode:
         """Return whether a call may go; one that may must be run, and may be the only one for now."""
         return self._is_open and self._healing is None and self._breaker.allows()
 
-    def distrust(self, reason: str) -> None:
-        """Take the server for unreachable until it answers a PING."""
-        self._note_fault(reason, is_silent=True)
-
-    async def greet(self) -> str:
-        """Connect and ask PING within the timeout; returns why that failed, empty if it did not."""
-        return await self._pings.run(self._ping)
+    async def met(self) -> None:
+        """Wait until it is known whether the server answers, and what it is."""
+        if self._meeting is not None:
+            await asyncio.wait([self._meeting])
 
     async def run(self, jobs: Jobs, works: Sequence[Work], deadline_s: float) -> list[Tally]:
         """Run shares in threads; returns what each saw, when no thread is at it any more."""
@@ -151,37 +183,68 @@ class RemoteNode:
         else:
             self._breaker.abandoned()
 
-    def _note_fault(self, reason: str, *, is_silent: bool) -> None:
+    def _note_fault(self, reason: str, *, is_silent: bool, what: str = "not used for now") -> None:
         self._settings.count("faults")
         has_opened = self._breaker.failed(reason, is_timeout=is_silent)
         if has_opened:
             self._settings.count("breaker_opened")
-            self._warning.warn("%s: %s: not used for now: %s", self._settings.name, self.address, reason)
+            self._warning.warn("%s: %s: %s: %s", self._settings.name, self.address, what, reason)
             self._close_idle()
         if self._is_open and self._healing is None and not self._breaker.is_up():
             pause_s = 0.0 if has_opened and is_silent else self._breaker.delay_s
             self._healing = asyncio.create_task(self._heal(pause_s), name=f"{self._settings.name}-heal")
             self._healing.add_done_callback(self._healed)
 
+    def _begin(self, meet: Callable[[], Coroutine[None, None, None]]) -> None:
+        self._meeting = asyncio.create_task(meet(), name=f"{self._settings.name}-meet")
+        self._meeting.add_done_callback(self._report)
+
+    async def _meet(self) -> None:
+        """See whether the server answers, and what it is. One that does not is unreachable until it does."""
+        fault = await self._pings.run(self._ping)
+        if fault:
+            self._note_fault(fault, is_silent=True, what="not reachable yet")
+        else:
+            await self._see()
+
+    async def _see(self) -> None:
+        """Tell the log what the server is, and what about it is amiss."""
+        try:
+            seen = await self._pings.run(lambda: self._settings.look(self.address))
+        except RespFault as fault:
+            _log.debug("%s: %s: not looked at: %s", self._settings.name, self.address, fault)
+            return
+        self._was_seen = True
+        if seen.server:
+            _log.info("%s: %s: %s", self._settings.name, self.address, seen.server)
+        for remark in seen.remarks:
+            self._settings.remark(self.address, remark)
+
     async def _heal(self, pause_s: float) -> None:
         """Wait until the server answers."""
         await asyncio.sleep(pause_s)
-        while await self.greet():
+        while await self._pings.run(self._ping):
             pause_s = min(max(2 * pause_s, self._settings.backoff_s), self._settings.backoff_max_s)
             await asyncio.sleep(pause_s)
 
     def _healed(self, healing: "asyncio.Task[None]") -> None:
         self._healing = None
         self._silent_s = 0.0
+        self._report(healing)
         if not healing.cancelled():
-            if healing.exception() is not None:
-                _log.error(
-                    "%s: waiting for %s failed",
-                    self._settings.name,
-                    self.address,
-                    exc_info=healing.exception(),
-                )
             self._breaker.end_delay()
+            if self._is_open and not self._was_seen:
+                self._begin(self._see)
+
+    def _report(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and task.exception() is not None:
+            _log.error(
+                "%s: %s: %s failed",
+                self._settings.name,
+                self.address,
+                task.get_name(),
+                exc_info=task.exception(),
+            )
 
     def _ping(self) -> str:
         """Ask PING on a new connection, which joins the pool; in a thread."""
@@ -198,7 +261,7 @@ class RemoteNode:
         self._put_back(connection)
         # A user who may not ask PING was answered all the same.
         if isinstance(reply, ErrorReply) and reply.code != "NOPERM":
-            return f"the server answers {reply.code}"
+            return reply.fault
         return ""
 
     def _share_call(self, work: Work, deadline_s: float) -> Callable[[], Tally]:

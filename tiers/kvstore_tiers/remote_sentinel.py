@@ -10,11 +10,12 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvstore_tiers.remote_control import Refused, Reply
 from kvstore_tiers.remote_node import NodeSettings, RemoteNode
 from kvstore_tiers.remote_session import PORT_MAX, Redirect, read_decimal
-from kvstore_tiers.remote_topology import CONTROL_TIMEOUT_S, Scout, ask
-from kvstore_tiers.resp import ErrorReply, Reply, RespFault
+from kvstore_tiers.remote_topology import Scout, said_once
 from kvstore_tiers.resp_address import RespAddress
+from kvstore_tiers.resp_stream import RespFault
 
 _INTERVAL_S = 5.0
 _TROUBLED_INTERVAL_S = 0.25
@@ -37,7 +38,6 @@ class SentinelServers:
         self._login = sentinels[0]
         self._master = master
         self._settings = settings
-        self._control = dataclasses.replace(settings, timeout_s=max(settings.timeout_s, CONTROL_TIMEOUT_S))
         self._node: RemoteNode | None = None
         self._trouble = "no sentinel was asked yet"
         self._epoch = 0
@@ -58,7 +58,7 @@ class SentinelServers:
 
     async def open(self) -> None:
         """Ask the sentinels."""
-        await self._scout.start(2 * self._control.timeout_s)
+        await self._scout.start(2 * self._settings.control_timeout_s)
 
     async def close(self) -> None:
         """Stop asking, and close the master's connections."""
@@ -88,24 +88,26 @@ class SentinelServers:
     def _look(self, deadline_s: float) -> Master:
         """Ask every sentinel; in a thread."""
         answers: list[Master] = []
-        faults: list[str] = []
+        faults: list[tuple[str, str]] = []
         for sentinel in self._sentinels:
             try:
                 answers.append(self._ask(sentinel, deadline_s))
             except RespFault as fault:
-                faults.append(f"{sentinel.host}:{sentinel.port}: {fault}")
+                faults.append((f"{sentinel.host}:{sentinel.port}", str(fault)))
         if not answers:
-            raise RespFault(f"no sentinel names the master {self._master}: {'; '.join(faults)}")
+            raise RespFault(f"no sentinel names the master {self._master}: {said_once(faults)}")
         return max(answers)
 
     def _ask(self, sentinel: RespAddress, deadline_s: float) -> Master:
         """Ask without a login first: sentinels often have none, and then refuse one."""
-        words = (b"SENTINEL", b"MASTER", self._master.encode())
+        words = ("SENTINEL", "MASTER", self._master)
         anonymous = dataclasses.replace(sentinel, user="", password="")
-        reply = ask(anonymous, self._control, words, deadline_s=deadline_s)
-        if isinstance(reply, ErrorReply) and reply.code in {"NOAUTH", "NOPERM"} and sentinel.password:
-            reply = ask(sentinel, self._control, words, deadline_s=deadline_s)
-        return read_master(reply)
+        try:
+            return read_master(self._settings.ask(anonymous, words, deadline_s))
+        except Refused as refused:
+            if refused.code not in {"NOAUTH", "NOPERM"} or not sentinel.password:
+                raise
+        return read_master(self._settings.ask(sentinel, words, deadline_s))
 
     def _use(self, found: Master | RespFault) -> None:
         if isinstance(found, RespFault):
@@ -129,10 +131,8 @@ def read_master(reply: Reply) -> Master:
     """Return what a sentinel answered to SENTINEL MASTER.
 
     Raises:
-        RespFault: an error, or not the description of a master.
+        RespFault: it is not the description of a master.
     """
-    if isinstance(reply, ErrorReply):
-        raise RespFault(f"the sentinel answers {reply.text[:80]}")
     words = reply if isinstance(reply, list) else []
     told = {str(name): str(value) for name, value in zip(words[::2], words[1::2], strict=False)}
     host = told.get("ip", "")

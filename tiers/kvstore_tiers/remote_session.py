@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.checksum import checksum
+from kvstore.checksum import RunningChecksum
 from kvstore.errors import CorruptBlock
 from kvstore.tier import (
     HEADER_BYTES,
@@ -27,9 +27,10 @@ from kvstore.tier import (
     WriteStatus,
     stored_header_bytes,
 )
-from kvstore_tiers.resp import BulkReply, BulkStatus, ErrorReply, Piece, RespConnection, RespFault, command
+from kvstore_tiers.resp import BulkReply, BulkStatus, ErrorReply, Piece, RespConnection, command
+from kvstore_tiers.resp_stream import RespFault
 
-_WINDOW = 4
+_MIN_WINDOW, _MAX_WINDOW, _WINDOW_BYTES = 4, 64, 2 << 20
 _PROBE_WINDOW = 256
 _UNAVAILABLE_CODES = frozenset({"LOADING", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "NOAUTH", "BUSY"})
 _REFUSES_WRITES_CODES = frozenset({"READONLY", "NOREPLICAS", "MISCONF"})
@@ -146,27 +147,30 @@ def read_share(
     """GET each request's value, verify it, and delete those that are damaged."""
     damaged: list[tuple[int, BlockId]] = []
 
-    def ask(position: int) -> None:
-        asked = command(b"GET", names.of(requests[position][1].block))
-        connection.send([_ASKING + asked if is_asking else asked], deadline_s=deadline_s)
+    asking = _ASKING if is_asking else b""
+
+    def ask(positions: range) -> None:
+        keys = (names.of(requests[position][1].block) for position in positions)
+        connection.send([b"".join(asking + command(b"GET", key) for key in keys)], deadline_s=deadline_s)
 
     def take(position: int) -> None:
         index, request = requests[position]
         header = bytearray(SEALED_HEADER_BYTES if request.is_sealed else HEADER_BYTES)
         payload = request.buffer[: request.length_bytes]
         _take_asking(connection, is_asking, deadline_s)
-        reply = connection.read_bulk_into([memoryview(header), payload], deadline_s=deadline_s)
+        total = RunningChecksum()
+        reply = connection.read_bulk_into([memoryview(header), payload], deadline_s=deadline_s, total=total)
         tally.was_answered = True
         if isinstance(reply, ErrorReply):
             outcomes[index] = _read_refusal(index, reply, tally)
             return
-        outcome = outcomes[index] = _verified(request, header, reply, origin)
+        outcome = outcomes[index] = _verified(request, header, reply, total, origin)
         if outcome.status is ReadStatus.CORRUPT:
             damaged.append((index, request.block))
         if outcome.status in (ReadStatus.CORRUPT, ReadStatus.MISMATCH):
             tally.is_doubtful = True
 
-    _pipeline(len(requests), ask, take)
+    _pipeline(len(requests), _window([request.length_bytes for _, request in requests]), ask, take)
     drop_share(connection, names, damaged, tally=tally, is_asking=is_asking, deadline_s=deadline_s)
 
 
@@ -184,11 +188,12 @@ def write_share(
     found: list[WriteStatus | None] = []
     token = _new_token()
 
-    def ask(position: int) -> None:
-        pieces = names.set_pieces(requests[position][1])
-        if is_asking:
-            pieces.insert(0, _ASKING)
-        if position == len(requests) - 1:
+    def ask(positions: range) -> None:
+        pieces: list[Piece] = []
+        for position in positions:
+            pieces += [_ASKING] if is_asking else []
+            pieces += names.set_pieces(requests[position][1])
+        if positions.stop == len(requests):
             pieces.append(command(b"PING", token))
         connection.send(pieces, deadline_s=deadline_s)
 
@@ -205,7 +210,7 @@ def write_share(
         else:
             raise RespFault(f"unexpected reply {reply!r} to SET")
 
-    _pipeline(len(requests), ask, take)
+    _pipeline(len(requests), _window([request.header.length_bytes for _, request in requests]), ask, take)
     if requests:
         connection.read_fence(token, deadline_s=deadline_s)
     for (index, _), status in zip(requests, found, strict=True):
@@ -230,7 +235,7 @@ def probe_share(
         for (index, _), reply in zip(window, replies, strict=True):
             if isinstance(reply, ErrorReply):
                 if not tally.redirected(index, reply):
-                    tally.fault = f"the server answers {reply.code}"
+                    tally.fault = reply.fault
             else:
                 found[index] = reply == 1
         if tally.fault or any(found[index] is False for index, _ in window):
@@ -253,7 +258,7 @@ def drop_share(
         tally.was_answered = True
         for (index, _), reply in zip(window, replies, strict=True):
             if isinstance(reply, ErrorReply) and not tally.redirected(index, reply):
-                tally.fault = f"the server answers {reply.code}"
+                tally.fault = reply.fault
 
 
 def _each(
@@ -293,17 +298,25 @@ def _new_token() -> bytes:
     return b"fence-%d" % next(_tokens)
 
 
-def _pipeline(count: int, ask: Callable[[int], None], take: Callable[[int], None]) -> None:
-    """Keep a few requests ahead of the replies."""
-    asked = 0
+def _window(lengths: Sequence[int]) -> int:
+    """Return how many requests to keep under way: a few large blocks, or small ones of as many bytes."""
+    return min(_MAX_WINDOW, max(_MIN_WINDOW, _WINDOW_BYTES // max(1, max(lengths, default=1))))
+
+
+def _pipeline(count: int, window: int, ask: Callable[[range], None], take: Callable[[int], None]) -> None:
+    """Keep up to a window of requests ahead of the replies; of a large one a quarter is asked in one go."""
+    asked, step = 0, window // 4
     for position in range(count):
-        while asked < min(count, position + _WINDOW):
-            ask(asked)
-            asked += 1
+        if asked < count and asked - position <= window - step:
+            positions = range(asked, min(count, position + window))
+            ask(positions)
+            asked = positions.stop
         take(position)
 
 
-def _verified(request: ReadRequest, data: bytearray, reply: BulkReply, origin: str) -> ReadOutcome:
+def _verified(
+    request: ReadRequest, data: bytearray, reply: BulkReply, total: RunningChecksum, origin: str
+) -> ReadOutcome:
     if reply.status is BulkStatus.ABSENT:
         return ReadOutcome(ReadStatus.ABSENT)
     if stored_header_bytes(data) not in (None, len(data)):
@@ -317,7 +330,7 @@ def _verified(request: ReadRequest, data: bytearray, reply: BulkReply, origin: s
         return ReadOutcome(ReadStatus.CORRUPT)
     if not request.wants(header):
         return ReadOutcome(ReadStatus.MISMATCH)
-    if checksum(request.buffer[: request.length_bytes]) != header.checksum:
+    if total.value != header.checksum:
         return ReadOutcome(ReadStatus.CORRUPT)
     return ReadOutcome(ReadStatus.OK, header, origin)
 
@@ -327,7 +340,7 @@ def _read_refusal(index: int, reply: ErrorReply, tally: Tally) -> ReadOutcome | 
         return None
     if reply.code == "WRONGTYPE":
         return ReadOutcome(ReadStatus.MISMATCH)
-    tally.fault = f"the server answers {reply.code}"
+    tally.fault = reply.fault
     return ReadOutcome(ReadStatus.UNAVAILABLE)
 
 
@@ -341,7 +354,7 @@ def _write_refusal(index: int, reply: ErrorReply, tally: Tally) -> WriteStatus |
     if reply.code in _REFUSES_WRITES_CODES:
         tally.refuses_writes = True
     else:
-        tally.fault = f"the server answers {reply.code}"
+        tally.fault = reply.fault
     return WriteStatus.UNAVAILABLE
 
 

@@ -6,19 +6,16 @@ Everything here runs on the event loop except what a Scout runs in its own threa
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from kvstore_tiers.jobs import Jobs
 from kvstore_tiers.remote_node import NodeSettings, RemoteNode
 from kvstore_tiers.remote_session import Redirect
-from kvstore_tiers.resp import Reply, RespFault, command
-from kvstore_tiers.resp_address import AddressLookup, RespAddress
+from kvstore_tiers.resp_address import RespAddress
+from kvstore_tiers.resp_stream import RespFault
 
 _log = logging.getLogger(__name__)
-
-CONTROL_TIMEOUT_S = 0.25
-"""Least wait for one answer about the topology: nobody's request waits for it."""
 
 _LOOK_MAX_S = 5.0
 
@@ -69,11 +66,8 @@ class SingleServer:
         return [self._node]
 
     async def open(self) -> None:
-        """See whether it answers."""
+        """Begin to talk to it."""
         self._node.start()
-        fault = await self._node.greet()
-        if fault:
-            self._node.distrust(fault)
 
     async def close(self) -> None:
         """Close the server's connections."""
@@ -157,22 +151,9 @@ class Scout(Generic[T]):
             return fault
 
 
-def ask(
-    address: RespAddress, settings: NodeSettings, words: tuple[bytes, ...], *, deadline_s: float
-) -> Reply:
-    """Ask one server one question on a connection of its own. Blocks; for the control path.
-
-    Raises:
-        RespFault: no answer within the control timeout.
-    """
-    lookup = AddressLookup(address)
-    try:
-        until_s = min(deadline_s, settings.clock() + settings.timeout_s)
-        connection = settings.connect(address, lookup, until_s)
-        try:
-            connection.send([command(*words)], deadline_s=until_s)
-            return connection.read_reply(deadline_s=until_s)
-        finally:
-            connection.close()
-    finally:
-        lookup.close()
+def said_once(faults: Sequence[tuple[str, str]]) -> str:
+    """Return faults of servers for people, the servers with the same one together."""
+    servers: dict[str, list[str]] = {}
+    for server, fault in faults:
+        servers.setdefault(fault, []).append(server)
+    return "; ".join(f"{', '.join(names)}: {fault}" for fault, names in servers.items())

@@ -28,6 +28,7 @@ from kvstore.miss import MissReason
 from kvstore.tier import (
     BlockHeader,
     BlockId,
+    ChangingTier,
     Medium,
     Probe,
     ReadOutcome,
@@ -35,11 +36,19 @@ from kvstore.tier import (
     ReadStatus,
     Tier,
     TierHealth,
+    TierNews,
     WriteRequest,
     WriteStatus,
 )
 from kvstore_tiers.jobs import Jobs
-from kvstore_tiers.sealing import DataKey, KeyForgotten, Seal, open_payload, seal_payload, zero
+from kvstore_tiers.sealing import (
+    KEY_ID_BYTES,
+    DataKey,
+    KeyForgotten,
+    open_payload,
+    seal_payload,
+    zero,
+)
 from kvstore_tiers.slots import padded
 
 T = TypeVar("T")
@@ -65,6 +74,9 @@ class SealKeys(Protocol):
         self, namespace: NamespaceDigest, key_id: bytes, *, deadline_s: float
     ) -> DataKey | None:
         """Return the key of that id; None if it is not known, or not that of the namespace's tenant."""
+
+    async def refresh(self) -> None:
+        """Look again for keys on the disks that are there now."""
 
     def is_known(self, key_id: bytes) -> bool:
         """Return whether the key of that id can be had at once."""
@@ -101,6 +113,8 @@ class SealedTier:
         self._staging_lock = asyncio.Lock()
         self._clock = clock
         self._jobs = Jobs(f"{inner.name}-seal", num_threads)
+        self._unlooked: list[BlockHeader] = []
+        self._looking: asyncio.Task[list[BlockHeader]] | None = None
         self._counters = {"sealed": 0, "opened": 0, "broken_seals": 0, "unknown_keys": 0, "erased": 0}
 
     @property
@@ -154,6 +168,9 @@ class SealedTier:
 
     async def close(self) -> None:
         """Close the inner tier, and finish what is under way. Idempotent."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait([self._looking])
         await self._inner.close()
         await self._jobs.close()
         self._staging = None
@@ -163,24 +180,46 @@ class SealedTier:
 
         Without keys it returns nothing and drops nothing.
         """
-        if not self._keys.health().is_up:
-            return []
-        kept: list[BlockHeader] = []
+        return await self._usable(await self._inner.scan()) if self._keys.health().is_up else []
+
+    def take_news(self) -> TierNews:
+        """Return what came to the inner tier, once it is known which of it can be decrypted, and what went.
+
+        A disk that comes late may bring keys, and erasures, that the others do not know of.
+        """
+        news = self._inner.take_news() if isinstance(self._inner, ChangingTier) else TierNews()
+        self._unlooked += news.found
+        if self._unlooked and self._looking is None:
+            headers, self._unlooked = self._unlooked, []
+            self._looking = asyncio.create_task(self._look_at(headers), name=f"{self.name}-news")
+            return TierNews((), news.lost)
+        if self._looking is None or not self._looking.done():
+            return TierNews((), news.lost)
+        looking, self._looking = self._looking, None
+        return TierNews(looking.result(), news.lost)
+
+    async def _look_at(self, headers: Sequence[BlockHeader]) -> list[BlockHeader]:
+        await self._keys.refresh()
+        return await self._usable(headers) if self._keys.health().is_up else []
+
+    async def _usable(self, headers: Sequence[BlockHeader]) -> list[BlockHeader]:
+        """Return the headers of copies whose key is known, and drop the others."""
+        usable: list[BlockHeader] = []
         useless: list[BlockId] = []
-        for header in await self._inner.scan():
-            if header.seal and self._keys.is_known(Seal.unpack(header.seal).key_id):
-                kept.append(header._replace(seal=b""))
+        for header in headers:
+            if self._keys.is_known(header.seal[:KEY_ID_BYTES]):
+                usable.append(header)
             else:
                 useless.append(header.block)
         if useless:
             self._counters["unknown_keys"] += len(useless)
             await self._inner.drop(useless)
-        return kept
+        return usable
 
     async def copies_under(self, key_ids: Collection[bytes]) -> list[BlockId]:
         """Return whose copies are encrypted under one of these keys, as far as the tier can list them."""
         headers = await self._inner.scan()
-        return [at.block for at in headers if at.seal and Seal.unpack(at.seal).key_id in key_ids]
+        return [header.block for header in headers if header.seal[:KEY_ID_BYTES] in key_ids]
 
     def open_namespace(self, namespace: Namespace) -> None:
         """Tell the inner tier."""
@@ -265,7 +304,7 @@ class SealedTier:
     async def _opening_key(
         self, request: ReadRequest, header: BlockHeader, deadline_s: float
     ) -> DataKey | None:
-        key_id = Seal.unpack(header.seal).key_id
+        key_id = header.seal[:KEY_ID_BYTES]
         return await self._keys.opening_key(request.block.namespace, key_id, deadline_s=deadline_s)
 
     def _without_key(self, request: ReadRequest) -> ReadOutcome:

@@ -10,6 +10,7 @@ import logging
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,12 @@ from kvstore.errors import CorruptBlock
 from kvstore.tier import ALIGNMENT_BYTES
 from kvstore_tiers.disk_io import DiskIO, OsDiskIO
 from kvstore_tiers.slots import padded
+from kvstore_tiers.ssd_folder import is_same_file
 
 _log = logging.getLogger(__name__)
+
+Payload = tuple[memoryview, int]
+"""A buffer and how many bytes of it are the payload."""
 
 
 class Slab:
@@ -65,9 +70,9 @@ class Slab:
         """Whether O_DIRECT is in use."""
         return self._is_direct
 
-    def is_linked(self) -> bool:
-        """Return whether the file still has a name; False once its folder was deleted."""
-        return os.fstat(self._fd).st_nlink > 0
+    def is_at(self, path: Path) -> bool:
+        """Return whether a path names this file. Raises OSError if the disk does not say."""
+        return is_same_file(path, os.fstat(self._fd))
 
     def shrink(self, size_bytes: int) -> None:
         """Cut the file to this size."""
@@ -79,13 +84,20 @@ class Slab:
         Raises:
             OSError: the device or file system failed.
         """
-        source = self._source(buffer, length_bytes)
-        done = 0
-        while done < len(source):
-            count = self._io.pwritev(self._fd, [source[done:]], offset + done)
-            if not count:
-                raise OSError(errno.EIO, "nothing was written")
-            done += count
+        self._write([self._source(buffer, length_bytes)], offset)
+
+    def write_run(self, offset: int, payloads: Sequence[Payload]) -> None:
+        """Write payloads one behind the other, each at a multiple of 4096, by one system call if possible.
+
+        Raises:
+            OSError: the device or file system failed: any of them may be written, in part too.
+        """
+        if self._is_direct and all(_is_fit(buffer, padded(length)) for buffer, length in payloads):
+            self._write([buffer[: padded(length)] for buffer, length in payloads], offset)
+            return
+        for buffer, length in payloads:
+            self.write(offset, buffer, length)
+            offset += padded(length)
 
     def read(self, offset: int, buffer: memoryview, length_bytes: int) -> None:
         """Read ``length_bytes`` at ``offset`` into ``buffer``; up to its next multiple of 4096 may be used.
@@ -97,14 +109,25 @@ class Slab:
         size = padded(length_bytes) if self._is_direct else length_bytes
         is_fit = not self._is_direct or _is_fit(buffer, size)
         target = buffer[:size] if is_fit else self._bounce_of(size)
-        done = 0
-        while done < length_bytes:
-            count = self._io.preadv(self._fd, [target[done:]], offset + done)
-            if not count:
-                raise CorruptBlock(f"slab: ends before offset {offset + length_bytes}")
-            done += count
+        self._read([target], offset, length_bytes)
         if not is_fit:
             np.copyto(as_bytes_array(buffer)[:length_bytes], as_bytes_array(target)[:length_bytes])
+
+    def read_run(self, offset: int, payloads: Sequence[Payload]) -> None:
+        """Read payloads that lie one behind the other, by one system call if possible; else as ``read``.
+
+        Raises:
+            OSError: the device or file system failed: any of them may be read.
+            CorruptBlock: the file ends before that.
+        """
+        if self._is_direct and all(_is_fit(buffer, padded(length)) for buffer, length in payloads):
+            targets = [buffer[: padded(length)] for buffer, length in payloads]
+            last = payloads[-1][1]
+            self._read(targets, offset, sum(map(len, targets)) - padded(last) + last)
+            return
+        for buffer, length in payloads:
+            self.read(offset, buffer, length)
+            offset += padded(length)
 
     def sync(self) -> None:
         """Make everything written so far survive a power loss.
@@ -117,6 +140,23 @@ class Slab:
     def close(self) -> None:
         """Close the file."""
         self._io.close(self._fd)
+
+    def _write(self, sources: list[memoryview], offset: int) -> None:
+        while sources:
+            count = self._io.pwritev(self._fd, sources, offset)
+            if not count:
+                raise OSError(errno.EIO, "nothing was written")
+            offset += count
+            sources = _behind(sources, count)
+
+    def _read(self, targets: list[memoryview], offset: int, wanted_bytes: int) -> None:
+        done = 0
+        while done < wanted_bytes:
+            count = self._io.preadv(self._fd, targets, offset + done)
+            if not count:
+                raise CorruptBlock(f"slab: ends before offset {offset + wanted_bytes}")
+            done += count
+            targets = _behind(targets, count)
 
     def _source(self, buffer: memoryview, length_bytes: int) -> memoryview:
         if not self._is_direct:
@@ -148,6 +188,16 @@ def _undo(io: DiskIO, fd: int, path: Path, had_bytes: int) -> None:
         _log.warning("ssd: %s: could not be cut back to %d bytes: %s", path, had_bytes, error)
     finally:
         io.close(fd)
+
+
+def _behind(buffers: list[memoryview], done_bytes: int) -> list[memoryview]:
+    """Return what is left of buffers of which the first bytes are done."""
+    left: list[memoryview] = []
+    for buffer in buffers:
+        if done_bytes < len(buffer):
+            left.append(buffer[done_bytes:])
+        done_bytes = max(0, done_bytes - len(buffer))
+    return left
 
 
 def _is_fit(buffer: memoryview, size_bytes: int) -> bool:

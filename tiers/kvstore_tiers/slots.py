@@ -15,14 +15,19 @@ hold one is left. All steps are O(1) amortised but that last walk.
 Owner. One event loop's thread; nothing is locked.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore.errors import TierFull
 from kvstore.tier import ALIGNMENT_BYTES
 
 _EXTENTS_WANTED = 64
 _EXTENT_MAX_BYTES = 32 << 20
+
+Offsets = npt.NDArray[np.int64]
 
 
 def padded(length_bytes: int) -> int:
@@ -192,32 +197,46 @@ class SlotAllocator:
             else:
                 self._melt(extent)
 
-    def restore(self, slots: Iterable[tuple[int, int]]) -> None:
-        """Mark slots as lent out, given as (offset, length_bytes); for a start from stored records.
+    def restore(self, offsets: Offsets, lengths_bytes: Offsets) -> None:
+        """Mark slots as lent out, given by where they begin and how long they are, both ``[slots]``.
 
-        Only on a fresh allocator. Slots that overlap or leave the region are our own mistake.
+        For a start from stored records: only on a fresh allocator. Slots that overlap or leave the region are
+        our own mistake.
         """
         assert not self._extent_of, f"{self._name}: restore on an allocator in use"
+        if not len(offsets):
+            return
+        sizes = -(-lengths_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        order = np.argsort(offsets, kind="stable")
+        starts, sizes = offsets[order], sizes[order]
+        ends = starts + sizes
+        free_from = np.concatenate(([0], ends[:-1]))
+        is_sound = (free_from <= starts) & (ends <= self._capacity) & (starts % ALIGNMENT_BYTES == 0)
+        for index in np.flatnonzero(~is_sound)[:1]:
+            raise AssertionError(
+                f"{self._name}: slot at {starts[index]} of {sizes[index]} bytes overlaps or leaves the region"
+            )
+        is_apart = (starts[1:] != ends[:-1]) | (sizes[1:] != sizes[:-1])
+        firsts = [0, *(np.flatnonzero(is_apart) + 1).tolist()]
         self._ranges = _FreeRanges()
         position = 0
-        run: _Extent | None = None
-        for offset, length_bytes in sorted(slots):
-            size = -(-length_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            is_sound = position <= offset <= self._capacity - size and offset % ALIGNMENT_BYTES == 0
-            assert is_sound, f"{self._name}: slot at {offset} of {size} bytes overlaps or leaves the region"
-            is_joined = run is not None and position == offset and run.slot_bytes == size
-            if run is None or not is_joined or size * run.num_slots >= self._extent_bytes:
-                self._ranges.add(position, offset)
-                run = _Extent(offset, size, 0)
-                self._spare.setdefault(size, 0)
-                self._partial.setdefault(size, {})
-            run.num_slots += 1
-            run.fresh += 1
-            run.used += 1
-            self._extent_of[offset] = run
-            self._used_bytes += size
-            position = offset + size
+        slots = starts.tolist()
+        for first, stop in zip(firsts, [*firsts[1:], len(slots)], strict=True):
+            self._ranges.add(position, slots[first])
+            position = self._restore_run(slots[first:stop], int(sizes[first]))
         self._ranges.add(position, self._capacity)
+
+    def _restore_run(self, slots: list[int], size: int) -> int:
+        """Mark neighbours of one size as lent out; returns where they end."""
+        most = max(1, -(-self._extent_bytes // size))
+        for start in range(0, len(slots), most):
+            part = slots[start : start + most]
+            extent = _Extent(part[0], size, len(part), fresh=len(part), used=len(part))
+            self._extent_of.update(dict.fromkeys(part, extent))
+        self._spare.setdefault(size, 0)
+        self._partial.setdefault(size, {})
+        self._used_bytes += size * len(slots)
+        return slots[-1] + size
 
     def check(self) -> list[str]:
         """Return one line per violated invariant (for tests and ``kvstore check``)."""

@@ -20,9 +20,11 @@ Threads. All state lives on the event loop's thread; disk work runs in ``io_thre
 for commits. A cancelled call goes on to its end, and the caller is told after that.
 
 Faults. After ``open`` a fault of the disk is a status. Three in a row make the tier unavailable for a while
-(see breaker); a deleted folder does so for good. ``close`` waits ``close_timeout_s`` for an operation that
-does not end; then its files stay open and locked until the process ends, and the next start finds them
-unclean.
+(see breaker). A folder, slab or index that was deleted or replaced does so for good: each commit looks, and a
+commit of nothing after a fault and every ``renew_interval_s`` seconds. ``open`` gives up after
+``open_timeout_s``; what it opens later is released at once. ``close`` waits ``close_timeout_s`` for an
+operation that does not end; then its files stay open and locked until the process ends, and the next start
+finds them unclean.
 """
 
 import asyncio
@@ -31,10 +33,9 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.garbage import garbage_collection_paused
+from kvstore.errors import TierUnavailable
 from kvstore.keys import Namespace
 from kvstore.tier import (
     BlockHeader,
@@ -44,6 +45,7 @@ from kvstore.tier import (
     ReadOutcome,
     ReadRequest,
     ReadStatus,
+    StorageKey,
     TierHealth,
     WriteRequest,
     WriteStatus,
@@ -56,7 +58,9 @@ from kvstore_tiers.payloads import Payloads
 from kvstore_tiers.slab import Slab
 from kvstore_tiers.slots import SlotAllocator, padded
 from kvstore_tiers.ssd_commits import GroupCommits
+from kvstore_tiers.ssd_copies import Copies, Copy, Numbers
 from kvstore_tiers.ssd_index import map_size_bytes, max_records
+from kvstore_tiers.ssd_opening import Opened, Opening
 from kvstore_tiers.ssd_record import Change, IndexRecord
 from kvstore_tiers.ssd_store import CommitOutcome, SsdStore
 from kvstore_tiers.write_budget import WriteBudget
@@ -66,36 +70,10 @@ _log = logging.getLogger(__name__)
 _STALLED_AFTER_S = 2.0
 
 
-class Numbers:
-    """Numbers that only grow, for recency and generations; tiers that are opened together share one."""
-
-    def __init__(self) -> None:
-        self._last = 0
-
-    def take(self) -> int:
-        """Return the next one."""
-        self._last += 1
-        return self._last
-
-    def learn(self, used: int) -> None:
-        """Start above a number that an earlier run used."""
-        self._last = max(self._last, used)
-
-
-@dataclass(eq=False, slots=True)
-class _Copy:
-    """One copy. ``idle`` is set for a hidden copy that is still being read; a damaged one keeps its slot."""
-
-    record: IndexRecord
-    readers: int = 0
-    is_damaged: bool = False
-    idle: asyncio.Future[None] | None = None
-
-
 class SsdTier:
     """A Tier on a folder of a local disk. The folder belongs to one tier of one process at a time.
 
-    ``is_sealed`` says that all copies written to it are encrypted; what was written in the clear before is
+    ``is_sealed`` says that all copies written to it are encrypted; what earlier runs wrote otherwise is
     removed at ``open``.
     """
 
@@ -108,6 +86,7 @@ class SsdTier:
         write_budget_bytes_per_day: int = 0,
         is_sealed: bool = False,
         check_timeout_s: float = 60.0,
+        open_timeout_s: float = 120.0,
         close_timeout_s: float = 3.0,
         renew_interval_s: float = 10.0,
         name: str = "ssd",
@@ -121,6 +100,7 @@ class SsdTier:
         self._io = io
         self._is_sealed = is_sealed
         self._check_timeout_s = check_timeout_s
+        self._open_timeout_s = open_timeout_s
         self._close_timeout_s = close_timeout_s
         self._budget = WriteBudget(write_budget_bytes_per_day, clock=clock)
         self._slots = SlotAllocator(capacity_bytes, name=name)
@@ -128,23 +108,22 @@ class SsdTier:
         self._reads = Jobs(f"{name}-read", io_threads)
         self._writes = Jobs(f"{name}-write", max(1, io_threads // 2))
         self._commits = Jobs(f"{name}-commit", 1)
+        self._opening: Opening | None = None
         self._store: SsdStore | None = None
         self._pid = -1
-        self._down_for_good = "not open"
-        self._copies: dict[bytes, _Copy] = {}
-        self._unrenewed: dict[bytes, None] = {}
+        self._not_open = "not open"
+        self._copies = Copies()
         self._numbers = numbers or Numbers()
         self._doubtful: list[IndexRecord] = []
-        self._is_gone = False
         self._index_changes = GroupCommits(
             f"{name}: folder {folder}",
             self._commits,
             commit=self._commit_now,
-            renewals=self._take_renewals,
+            renewals=lambda limit: self._copies.take_renewals(limit),
             interval_s=renew_interval_s,
         )
         self._turns = DiskTurns(clock)
-        self._payloads = Payloads(clock)
+        self._payloads = Payloads(clock, self._turns, reads=self._reads, writes=self._writes)
         self._counters: Counter[str] = Counter()
 
     @property
@@ -189,8 +168,11 @@ class SsdTier:
 
     def health(self) -> TierHealth:
         """Return whether the disk is worth asking now."""
-        if self._down_for_good:
-            return TierHealth(is_up=False, reason=self._down_for_good)
+        if self._not_open or self._store is None:
+            return TierHealth(is_up=False, reason=self._not_open)
+        if self._store.gone:
+            reason = f"folder {self._folder}: {self._store.gone}: restart to begin anew"
+            return TierHealth(is_up=False, reason=reason)
         oldest_s = self._turns.oldest_s()
         if oldest_s > _STALLED_AFTER_S:
             return TierHealth(is_up=False, reason=f"a disk operation has taken {oldest_s:.0f} s so far")
@@ -206,14 +188,25 @@ class SsdTier:
         """
         if self._store is not None:
             return
+        where = f"{self._name}: folder {self._folder}"
+        if self._opening is not None and not self._opening.has_ended:
+            raise TierUnavailable(
+                f"{where}: an earlier attempt to open it has not ended: the disk does not answer: check it"
+            )
         for jobs in self._all_jobs:
             jobs.start()
+        self._opening = Opening(self._open_store)
         try:
-            self._store = await self._commits.run(self._open_store)
+            opened = await self._opening.run(self._commits, timeout_s=self._open_timeout_s)
+            if opened is None:
+                raise TierUnavailable(
+                    f"{where}: has not opened in {self._open_timeout_s:g} s: the disk does not answer, or "
+                    "far too slowly: check it, or name another folder"
+                )
         except BaseException:
             await self._close_jobs()
             raise
-        self._pid, self._down_for_good = os.getpid(), ""
+        self._take(opened)
         self._index_changes.start()
         _log.info("%s: folder %s: %d copies found", self._name, self._folder, len(self._copies))
 
@@ -221,14 +214,14 @@ class SsdTier:
         """Finish what is under way, make it durable, and release the folder. Idempotent."""
         if self._store is None or self._pid != os.getpid():
             return
-        self._down_for_good = "closed"
+        self._not_open = "closed"
         await self._index_changes.stop()
         until_s = asyncio.get_running_loop().time() + self._close_timeout_s
         is_done = all([await jobs.drained(until_s) for jobs in self._all_jobs])
         store, self._store = self._store, None
         closing: asyncio.Task[None] | None = None
         if store is not None and is_done:
-            changes = [*self._take_renewals(len(self._unrenewed)), *self._budget_note()]
+            changes = [*self._copies.take_renewals(self._copies.num_unrenewed), *self._budget_note()]
             closing = asyncio.create_task(self._commits.run(lambda: store.close(changes)))
             await asyncio.wait([closing], timeout=until_s - asyncio.get_running_loop().time())
             is_done = closing.done()
@@ -256,27 +249,29 @@ class SsdTier:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the folder was deleted while it was open: its copies are lost."""
-        return self._is_gone
+        """Whether its files were deleted or replaced while they were open: its copies are lost."""
+        return self._store is not None and bool(self._store.gone)
 
-    def holds(self, block: BlockId) -> bool:
-        """Return whether there is a copy under the block's storage key."""
-        return block.storage_key in self._copies
+    @property
+    def copies(self) -> Copies:
+        """What it holds, for those who look and change nothing."""
+        return self._copies
 
-    def records(self) -> list[IndexRecord]:
-        """Return the record of every copy, least recently used first."""
-        return [copy.record for copy in self._copies.values()]
+    def holds(self, name: StorageKey) -> bool:
+        """Return whether there is a copy under a storage key."""
+        return name in self._copies.names
 
-    async def scan(self) -> list[BlockHeader]:
+    async def scan(self) -> Sequence[BlockHeader]:
         """Return the header of every copy, least recently used first."""
-        return [copy.record.header for copy in self._copies.values()]
+        return self._copies.headers()
 
     def open_namespace(self, namespace: Namespace) -> None:
         """Need not know: every record carries its layout."""
 
     async def probe(self, blocks: Sequence[BlockId], *, deadline_s: float) -> Probe:
         """For each block: this tier's name if it holds it. Answers from memory."""
-        return Probe([self._name if self._find(block) is not None else None for block in blocks])
+        held = [self._copies.find(block) for block in blocks]
+        return Probe([self._name if copy is not None else None for copy in held])
 
     async def read(self, requests: Sequence[ReadRequest], *, deadline_s: float) -> list[ReadOutcome]:
         """Read copies into the buffers, and verify them."""
@@ -294,10 +289,10 @@ class SsdTier:
         """Forget copies and give their slots back."""
         if self._store is None or self._pid != os.getpid():
             return
-        found = [copy for block in blocks if (copy := self._find(block)) is not None]
+        found = [copy for block in blocks if (copy := self._copies.find(block)) is not None]
         if found:
             for copy in found:
-                self._hide(copy)
+                self._copies.hide(copy)
             await self._writes.outlive(asyncio.ensure_future(self._drop(found)))
 
     async def touch(self, blocks: Sequence[BlockId]) -> None:
@@ -305,7 +300,7 @@ class SsdTier:
         for block in blocks:
             copy = self._copies.get(block.storage_key)
             if copy is not None:
-                self._note_use(copy)
+                self._copies.note_use(copy, self._numbers.take())
 
     def has_room(self, length_bytes: int, count: int = 1) -> bool:
         """Return whether ``count`` more copies of that length, and their records, fit now.
@@ -332,36 +327,28 @@ class SsdTier:
         """Return one line per violated invariant of the slot bookkeeping."""
         return self._slots.check()
 
-    @garbage_collection_paused()
-    def _open_store(self) -> SsdStore:
+    def _open_store(self) -> Opened:
+        """Open the files, in a thread that changes nothing of this object."""
+        capacity_bytes = self._slots.capacity_bytes
         store, records = SsdStore.open(
             self._folder,
-            capacity_bytes=self._slots.capacity_bytes,
+            capacity_bytes=capacity_bytes,
             name=self._name,
             check_timeout_s=self._check_timeout_s,
             is_sealed=self._is_sealed,
             io=self._io,
         )
-        left_bytes = store.budget_left_bytes()
-        if left_bytes is not None:
-            self._budget.restore(left_bytes)
-        self._slots = SlotAllocator(self._slots.capacity_bytes, name=self._name)
-        self._slots.restore((record.offset, record.slot_bytes) for record in records)
-        self._copies = {record.header.block.storage_key: _Copy(record) for record in records}
-        self._numbers.learn(max((max(r.recency, r.generation) for r in records), default=0))
-        return store
+        slots = SlotAllocator(capacity_bytes, name=self._name)
+        slots.restore(records.offsets, records.slot_bytes)
+        return Opened(store, Copies(records), slots, records.highest_number, store.budget_left_bytes())
 
-    def _note_use(self, copy: _Copy) -> None:
-        key = copy.record.header.block.storage_key
-        if self._copies.get(key) is copy:
-            copy.record = copy.record._replace(recency=self._numbers.take())
-            del self._copies[key]
-            self._copies[key] = copy
-            self._unrenewed[key] = None
-
-    def _find(self, block: BlockId) -> _Copy | None:
-        copy = self._copies.get(block.storage_key)
-        return copy if copy is not None and copy.record.header.block == block else None
+    def _take(self, opened: Opened) -> None:
+        self._store, self._copies, self._slots = opened.store, opened.copies, opened.slots
+        self._doubtful.clear()
+        self._numbers.learn(opened.highest_number)
+        if opened.budget_left_bytes is not None:
+            self._budget.restore(opened.budget_left_bytes)
+        self._pid, self._not_open = os.getpid(), ""
 
     def _may_go(self) -> bool:
         return self._pid == os.getpid() and self.health().is_up and self._breaker.allows()
@@ -377,18 +364,15 @@ class SsdTier:
             (self._breaker.succeeded if was_asked else self._breaker.abandoned)()
             return
         self._counters["io_faults"] += len(found)
+        self._index_changes.soon()
         if self._breaker.failed(found[0]):
             _log.warning("%s: folder %s: not used for now: %s", self._name, self._folder, found[0])
-        if self._store is not None and not self._store.is_present() and not self._down_for_good:
-            self._is_gone = True
-            self._down_for_good = f"folder {self._folder} was deleted: restart to begin anew"
-            _log.error("%s: %s", self._name, self._down_for_good)
 
     # Reading
 
     async def _read(self, requests: Sequence[ReadRequest], deadline_s: float) -> list[ReadOutcome]:
         outcomes = [ReadOutcome(ReadStatus.ABSENT)] * len(requests)
-        wanted: list[tuple[int, _Copy]] = []
+        wanted: list[tuple[int, Copy]] = []
         for index, request in enumerate(requests):
             copy = self._copies.get(request.block.storage_key)
             if copy is None:
@@ -411,27 +395,18 @@ class SsdTier:
     async def _read_copies(
         self,
         requests: Sequence[ReadRequest],
-        wanted: Sequence[tuple[int, _Copy]],
+        wanted: Sequence[tuple[int, Copy]],
         outcomes: list[ReadOutcome],
         deadline_s: float,
     ) -> list[DiskOutcome]:
         """Read and verify copies, and note in ``outcomes`` how each ended."""
-        calls = [
-            (
-                copy.record.slot_bytes,
-                self._payloads.read(self._slab, requests[index].buffer, copy.record, deadline_s),
-            )
-            for index, copy in wanted
-        ]
-        ended = [
-            outcome or DiskOutcome(ReadStatus.TIMED_OUT)
-            for outcome in await self._turns.run(self._reads, deadline_s, calls)
-        ]
+        places = [(requests[index].buffer, copy.record) for index, copy in wanted]
+        ended = await self._payloads.read(self._slab, places, deadline_s)
         for (index, copy), outcome in zip(wanted, ended, strict=True):
             assert isinstance(outcome.status, ReadStatus)
             is_ok = outcome.status is ReadStatus.OK
             if is_ok:
-                self._note_use(copy)
+                self._copies.note_use(copy, self._numbers.take())
             outcomes[index] = ReadOutcome(
                 outcome.status, copy.record.header if is_ok else None, self._name if is_ok else ""
             )
@@ -439,12 +414,12 @@ class SsdTier:
                 await self._quarantine(copy)
         return ended
 
-    def _end_reading(self, copy: _Copy) -> None:
+    def _end_reading(self, copy: Copy) -> None:
         copy.readers -= 1
         if not copy.readers and copy.idle is not None and not copy.idle.done():
             copy.idle.set_result(None)
 
-    async def _quarantine(self, copy: _Copy) -> None:
+    async def _quarantine(self, copy: Copy) -> None:
         """Forget a damaged copy and keep its slot out of use."""
         self._counters["corrupt"] += 1
         if copy.is_damaged:
@@ -456,7 +431,7 @@ class SsdTier:
             "again before a restart",
             *(self._name, self._folder, copy.record.offset),
         )
-        if self._hide(copy):
+        if self._copies.hide(copy):
             await self._index_changes.commit([Change.delete(copy.record)])
 
     # Writing
@@ -479,14 +454,8 @@ class SsdTier:
             (offset,) = self._slots.allocate(header.length_bytes)
             number = self._numbers.take()
             records.append((index, IndexRecord(header, offset, size, number, number)))
-        calls = [
-            (record.slot_bytes, self._payloads.write(self._slab, requests[index].buffer, record, deadline_s))
-            for index, record in records
-        ]
-        ended = [
-            outcome or DiskOutcome(WriteStatus.TIMED_OUT)
-            for outcome in await self._turns.run(self._writes, deadline_s, calls)
-        ]
+        places = [(requests[index].buffer, record) for index, record in records]
+        ended = await self._payloads.write(self._slab, places, deadline_s)
         written: list[tuple[int, IndexRecord]] = []
         for (index, record), outcome in zip(records, ended, strict=True):
             assert isinstance(outcome.status, WriteStatus)
@@ -512,7 +481,7 @@ class SsdTier:
         repairs = [self._repair(record) for record in doubtful]
         outcomes = await self._index_changes.commit([*changes, *repairs, *self._budget_note()])
         self._end_doubts(doubtful, outcomes[len(changes) :])
-        replaced: list[_Copy] = []
+        replaced: list[Copy] = []
         for (index, record), outcome in zip(written, outcomes, strict=False):
             statuses[index] = outcome.status
             if outcome.status is WriteStatus.UNAVAILABLE:
@@ -521,10 +490,7 @@ class SsdTier:
             if outcome.status is not WriteStatus.OK:
                 self._slots.free([record.offset])
                 continue
-            key = record.header.block.storage_key
-            old = self._copies.pop(key, None)
-            self._unrenewed.pop(key, None)
-            self._copies[key] = _Copy(record)
+            old = self._copies.publish(record)
             if old is not None:
                 replaced.append(old)
         for copy in replaced:
@@ -545,21 +511,12 @@ class SsdTier:
 
     # Forgetting
 
-    def _hide(self, copy: _Copy) -> bool:
-        """Make a copy invisible; False if it was hidden or replaced before."""
-        key = copy.record.header.block.storage_key
-        if self._copies.get(key) is not copy:
-            return False
-        del self._copies[key]
-        self._unrenewed.pop(key, None)
-        return True
-
-    async def _drop(self, copies: Sequence[_Copy]) -> None:
+    async def _drop(self, copies: Sequence[Copy]) -> None:
         await self._index_changes.commit([Change.delete(copy.record) for copy in copies])
         for copy in copies:
             await self._give_back(copy)
 
-    async def _give_back(self, copy: _Copy) -> None:
+    async def _give_back(self, copy: Copy) -> None:
         """Free the slot of a hidden copy, when the last read of it has ended."""
         if copy.readers:
             copy.idle = asyncio.get_running_loop().create_future()
@@ -586,9 +543,3 @@ class SsdTier:
 
     def _budget_note(self) -> list[Change]:
         return [Change.note_budget(self._budget.left_bytes)] if self._budget.is_limited else []
-
-    def _take_renewals(self, limit: int) -> list[Change]:
-        keys = list(self._unrenewed)[:limit]
-        for key in keys:
-            del self._unrenewed[key]
-        return [Change.renew(self._copies[key].record) for key in keys]

@@ -1,10 +1,12 @@
 """GroupCommits: index changes of one ssd folder, committed together with those of whoever else waits.
 
 Also every use of a copy reaches the disk through here, a bounded number with each commit and from time to
-time by itself: a kill costs the recency of the last seconds, and a busy reader costs the disk little.
+time by itself: a kill costs the recency of the last seconds, and a busy reader costs the disk little. A
+commit of nothing changes nothing; the store takes the occasion to look after its files.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
@@ -39,10 +41,11 @@ class GroupCommits:
         self._waiting: list[tuple[list[Change], asyncio.Future[list[CommitOutcome]]]] = []
         self._committer: asyncio.Task[None] | None = None
         self._renewer: asyncio.Task[None] | None = None
+        self._is_wanted = asyncio.Event()
         self.num_commits = 0
 
     def start(self) -> None:
-        """Begin to store uses from time to time."""
+        """Begin to store uses from time to time, and to commit nothing when there are none."""
         self._renewer = asyncio.create_task(self._renew_forever(), name=f"{self._where}-renew")
 
     async def stop(self) -> None:
@@ -51,6 +54,10 @@ class GroupCommits:
         if renewer is not None:
             renewer.cancel()
             await asyncio.wait([renewer])
+
+    def soon(self) -> None:
+        """Do so now rather than when its time has come."""
+        self._is_wanted.set()
 
     async def commit(self, changes: list[Change]) -> list[CommitOutcome]:
         """Commit changes; returns one outcome for each when all is on disk."""
@@ -73,7 +80,7 @@ class GroupCommits:
         self._committer = None
 
     async def _run(self, changes: Sequence[Change]) -> list[CommitOutcome]:
-        self.num_commits += 1
+        self.num_commits += bool(changes)
         try:
             return await self._jobs.run(lambda: self._commit(changes))
         except Abandoned:
@@ -84,7 +91,8 @@ class GroupCommits:
 
     async def _renew_forever(self) -> None:
         while True:
-            await asyncio.sleep(self._interval_s)
-            uses = self._renewals(_RENEWALS_PER_INTERVAL)
-            if uses:
-                await self.commit(uses)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._interval_s):
+                    await self._is_wanted.wait()
+            self._is_wanted.clear()
+            await self.commit(self._renewals(_RENEWALS_PER_INTERVAL))

@@ -13,6 +13,8 @@ import logging
 import os
 import shutil
 import stat
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.errors import TierUnavailable
@@ -37,6 +39,15 @@ def unavailable(name: str, folder: Path, doing: str, error: OSError) -> TierUnav
     """Return the error for people: what was tried, where, what the system said, and the remedy."""
     remedy = _REMEDIES.get(error.errno or 0, "check the disk")
     return TierUnavailable(f"{name}: folder {folder}: {doing}: {error.strerror or error}: {remedy}")
+
+
+def is_same_file(path: Path, held: os.stat_result) -> bool:
+    """Return whether a path names a file that is held open. Raises OSError if the disk does not say."""
+    try:
+        named = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
 
 
 class SsdFolder:
@@ -84,19 +95,21 @@ class SsdFolder:
             raise unavailable(self._name, self.path, "cannot be used", error) from error
 
     def settle_seal(self, *, is_sealed: bool) -> None:
-        """Say that from now on only encrypted payloads are written, or that others are too. Raises OSError.
+        """Say whether from now on all payloads are encrypted, or none. Raises OSError.
 
-        Before the former, a slab that others were written to is removed, and its index with it.
+        Where that changes, what is there is of no use: the index is removed, and so is a slab that was
+        written to in the clear.
         """
-        if not is_sealed:
-            if os.path.lexists(self._sealed_path):
-                self.io.unlink(self._sealed_path)
-                self._sync_folder(self.path)
-            return
-        if os.path.lexists(self._sealed_path):
+        was_sealed = os.path.lexists(self._sealed_path)
+        if was_sealed == is_sealed:
             return
         if os.path.lexists(self.slab_path):
-            self.discard_index("its blocks are not encrypted")
+            self.discard_index("its blocks are encrypted" if was_sealed else "its blocks are not encrypted")
+        if was_sealed:
+            self.io.unlink(self._sealed_path)
+            self._sync_folder(self.path)
+            return
+        if os.path.lexists(self.slab_path):
             self.io.unlink(self.slab_path)
             self._sync_folder(self.path)
         self._make(self._sealed_path)
@@ -138,18 +151,15 @@ class SsdFolder:
             self.io.unlink(self._leftover_path)
 
     def is_present(self) -> bool:
-        """Return whether the folder is still there and still locked by this object."""
-        try:
-            held, named = os.fstat(self._lock_fd), (self.path / "lock").lstat()
-        except OSError:
-            return False
-        return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
+        """Return whether the folder is the one that this object locked. Raises OSError."""
+        return is_same_file(self.path / "lock", os.fstat(self._lock_fd))
 
     def release(self) -> None:
         """Unlock. Idempotent."""
         if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+            # A child that was forked outside Python may still have the descriptor, and with it the lock.
+            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+            self._leave_lock()
 
     def _make(self, path: Path) -> None:
         """Make an empty file that survives a power loss. Raises OSError."""
@@ -188,6 +198,13 @@ class SsdFolder:
             os.close(fd)
             raise
         self._lock_fd = fd
+        _call_in_children(weakref.WeakMethod(self._leave_lock))
+
+    def _leave_lock(self) -> None:
+        """Close the lock's file. In a forked child the lock itself stays its parent's."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
 
     def _sync_folder(self, path: Path) -> None:
         fd = self.io.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -195,3 +212,14 @@ class SsdFolder:
             self.io.fsync(fd)
         finally:
             self.io.close(fd)
+
+
+def _call_in_children(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
+    """Have forked children call a method, as long as its object lives: else they keep what it has locked."""
+
+    def call() -> None:
+        bound = method()
+        if bound is not None:
+            bound()
+
+    os.register_at_fork(after_in_child=call)

@@ -19,14 +19,9 @@ from pathlib import Path
 import lmdb
 
 from kvstore_tiers.slots import padded
-from kvstore_tiers.ssd_record import (
-    BUDGET_KEY,
-    RECORD_PREFIX,
-    BudgetNote,
-    Change,
-    IndexRecord,
-    unpack_records,
-)
+from kvstore_tiers.ssd_folder import is_same_file
+from kvstore_tiers.ssd_record import BUDGET_KEY, BudgetNote, Change, IndexRecord
+from kvstore_tiers.ssd_record_table import RecordTable
 
 __all__ = ["Change", "IndexIsForeign", "IndexRecord", "SsdIndex", "map_size_bytes", "max_records"]
 
@@ -40,6 +35,7 @@ _RECKONED_BYTES_PER_RECORD = 704
 _MAP_BYTES_PER_RECORD = 1024
 _SMALLEST_COUNTED_SLOT_BYTES = 64 << 10
 _MAX_READERS = 8
+_DATA = "data.mdb"
 _REBUILT = "rebuilt.mdb"
 _CHANGES_PER_TRANSACTION = 512
 
@@ -56,6 +52,7 @@ class SsdIndex:
         self._folder = folder
         self._map_bytes = map_bytes
         self._is_broken = False
+        self._file: os.stat_result | None = None
 
     @classmethod
     def open(cls, folder: Path, *, capacity_bytes: int) -> "SsdIndex":
@@ -67,7 +64,8 @@ class SsdIndex:
         index = cls.open_unreserved(folder, capacity_bytes=capacity_bytes)
         try:
             index._env.reader_check()
-            _reserve(folder / "data.mdb", index._map_bytes)
+            _reserve(folder / _DATA, index._map_bytes)
+            index._file = (folder / _DATA).stat()
         except BaseException:
             index._env.close()
             raise
@@ -86,7 +84,7 @@ class SsdIndex:
             leftover.unlink()
         return cls(_open_environment(folder, map_bytes), folder, map_bytes)
 
-    def load(self) -> tuple[list[IndexRecord], list[bytes]]:
+    def load(self) -> tuple[RecordTable, list[bytes]]:
         """Return all sound records, and the keys of damaged ones.
 
         Raises:
@@ -95,12 +93,11 @@ class SsdIndex:
         """
         superblock = _SUPERBLOCK.pack(_MAGIC, _VERSION)
         with self._env.begin() as transaction, transaction.cursor() as cursor:
-            found = transaction.get(_SUPERBLOCK_KEY)
-            items = list(cursor)
-        strange = [key for key, _ in items if key[:1] != RECORD_PREFIX]
-        records, damaged = unpack_records(item for item in items if item[0][:1] == RECORD_PREFIX)
-        damaged += [key for key in strange if key not in (_SUPERBLOCK_KEY, BUDGET_KEY)]
-        if found is None and not records and not damaged:
+            stored = dict(cursor)
+        found = stored.pop(_SUPERBLOCK_KEY, None)
+        stored.pop(BUDGET_KEY, None)
+        records, damaged = RecordTable.of(stored)
+        if found is None and not stored:
             with self._env.begin(write=True) as transaction:
                 transaction.put(_SUPERBLOCK_KEY, superblock)
         elif found != superblock:
@@ -117,9 +114,13 @@ class SsdIndex:
             value = transaction.get(BUDGET_KEY)
         return None if value is None else BudgetNote.unpack(value).left_bytes
 
+    def is_at(self, folder: Path) -> bool:
+        """Return whether the file in a folder is this one. Raises OSError if the disk does not say."""
+        return self._file is not None and is_same_file(folder / _DATA, self._file)
+
     def is_larger_than(self, folder: Path, capacity_bytes: int) -> bool:
         """Return whether its file is larger than a tier of that capacity needs: LMDB never shrinks one."""
-        return (folder / "data.mdb").stat().st_size > map_size_bytes(capacity_bytes)
+        return (folder / _DATA).stat().st_size > map_size_bytes(capacity_bytes)
 
     def rebuild(self, folder: Path, records: Sequence[IndexRecord], *, capacity_bytes: int) -> "SsdIndex":
         """Put a smaller file with these records in place of this one, close this, and return the new one.
@@ -142,7 +143,7 @@ class SsdIndex:
                 smaller.commit(changes[start : start + _CHANGES_PER_TRANSACTION])
         finally:
             environment.close()
-        (folder / _REBUILT).replace(folder / "data.mdb")
+        (folder / _REBUILT).replace(folder / _DATA)
         return SsdIndex.open(folder, capacity_bytes=capacity_bytes)
 
     def delete_keys(self, keys: Sequence[bytes]) -> None:
@@ -161,6 +162,7 @@ class SsdIndex:
         if self._is_broken:
             self._env.close()
             self._env = _open_environment(self._folder, self._map_bytes)
+            self._file = (self._folder / _DATA).stat()
             self._is_broken = False
         try:
             self._commit(changes)

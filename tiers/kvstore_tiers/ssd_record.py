@@ -6,25 +6,14 @@ Stored form, 228 bytes, 260 of an encrypted copy:
 """
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import xxhash
-
 from kvstore.checksum import checksum
-from kvstore.errors import CorruptBlock, InvalidLayout
 from kvstore.keys import BlockKey, NamespaceDigest
 from kvstore.layout import Part
-from kvstore.tier import (
-    ALIGNMENT_BYTES,
-    HEADER_BYTES,
-    SEAL_BYTES,
-    SEALED_HEADER_BYTES,
-    BlockHeader,
-    BlockId,
-)
-from kvstore_tiers.slots import padded
+from kvstore.tier import SEAL_BYTES, SEALED_HEADER_BYTES, BlockHeader, BlockId
 
 RECORD_PREFIX = b"b"
 """First byte of the LMDB key of a record; the storage key follows."""
@@ -32,25 +21,50 @@ RECORD_PREFIX = b"b"
 BUDGET_KEY = b"w"
 """LMDB key of what is left of the write budget."""
 
-_PLACE = struct.Struct("<QIQQ")
 _RECORD_SUM = struct.Struct("<Q")
+NAME_IN_RECORD = slice(12, 52)
+"""Where the storage key is in it."""
+
+RECORD_KEY_BYTES = 41
+"""Size of its LMDB key."""
+
+_PLACE = struct.Struct("<QIQQ")
 _BUDGET = struct.Struct("<Q")
-_FIRST_FIELDS = struct.Struct("<4sHHI32s8s32s32s32sIQ")
+_HEADER_FIELDS = struct.Struct("<8xI32s8s32s32s32sIQ")
 _ANY_BLOCK = BlockId(NamespaceDigest(b"n" * 32), Part(0, 1, 0, 1), BlockKey(b"k" * 32))
 _SEAL_OFFSET = SEALED_HEADER_BYTES - SEAL_BYTES - _RECORD_SUM.size
 
 
-def _shape_of(seal: bytes) -> tuple[bytes, int, int]:
-    """Return how headers with such a seal begin, their size, and that of their record but for its sum."""
-    start = BlockHeader(_ANY_BLOCK, BlockKey(b"p" * 32), 0, b"", 0, 0, seal).pack()[:8]
-    header_bytes = SEALED_HEADER_BYTES if seal else HEADER_BYTES
-    return start, header_bytes, header_bytes + _PLACE.size
+@dataclass(frozen=True, slots=True)
+class RecordForm:
+    """Sizes of a stored record: of a copy in the clear, or of an encrypted one.
+
+    ``start`` is magic, version and size of its header.
+    """
+
+    header_bytes: int
+    start: bytes
+
+    @classmethod
+    def of(cls, seal: bytes) -> "RecordForm":
+        """Return the form of records whose headers have such a seal."""
+        header = BlockHeader(_ANY_BLOCK, BlockKey(b"p" * 32), 0, b"", 0, 0, seal)
+        return cls(header.packed_bytes, header.pack()[:8])
+
+    @property
+    def summed_bytes(self) -> int:
+        """Bytes of a record that its checksum, the last eight, covers."""
+        return self.header_bytes + _PLACE.size
+
+    @property
+    def record_bytes(self) -> int:
+        """Size of a record."""
+        return self.summed_bytes + _RECORD_SUM.size
 
 
-_SHAPES = {shape[2] + _RECORD_SUM.size: shape for shape in map(_shape_of, (b"", bytes(SEAL_BYTES)))}
-"""For each size of a record: magic, version and size of its header; bytes of its header; bytes summed."""
-
-_NO_SHAPE = (b"no start", 0, 0)
+PLAIN_FORM = RecordForm.of(b"")
+SEALED_FORM = RecordForm.of(bytes(SEAL_BYTES))
+_HEADER_BYTES_OF = {form.record_bytes: form.header_bytes for form in (PLAIN_FORM, SEALED_FORM)}
 
 
 class IndexRecord(NamedTuple):
@@ -72,18 +86,6 @@ class IndexRecord(NamedTuple):
         place = _PLACE.pack(self.offset, self.slot_bytes, self.generation, self.recency)
         body = self.header.pack() + place
         return body + _RECORD_SUM.pack(checksum(body))
-
-    @classmethod
-    def unpack(cls, key: bytes, value: bytes) -> "IndexRecord":
-        """Return the record stored under ``key``.
-
-        Raises:
-            CorruptBlock: damaged, impossible, or a record of another block.
-        """
-        records, damaged = unpack_records([(key, value)])
-        if damaged:
-            raise CorruptBlock(f"index: a record of {len(value)} bytes is damaged, or of another block")
-        return records[0]
 
 
 class BudgetNote(NamedTuple):
@@ -160,53 +162,41 @@ class Change:
 
 def generation_of(value: bytes) -> int:
     """Return the generation of a stored record, -1 if it cannot be one."""
-    shape = _SHAPES.get(len(value))
-    if shape is None:
+    header_bytes = _HEADER_BYTES_OF.get(len(value))
+    if header_bytes is None:
         return -1
-    generation: int = _PLACE.unpack_from(value, shape[1])[2]
+    generation: int = _PLACE.unpack_from(value, header_bytes)[2]
     return generation
 
 
-def _part_in(data: bytes, known: dict[bytes, Part]) -> Part | None:
-    try:
-        part = known[data] = Part.unpack(data)
-    except InvalidLayout:
-        return None
-    return part
+def unpack_sound(value: bytes) -> IndexRecord:
+    """Return the record in a stored form that was found sound (see ``RecordTable``)."""
+    (header,) = headers_in([value])
+    return IndexRecord(header, *_PLACE.unpack_from(value, _HEADER_BYTES_OF[len(value)]))
 
 
-def unpack_records(items: Iterable[tuple[bytes, bytes]]) -> tuple[list[IndexRecord], list[bytes]]:
-    """Return the sound records among stored (key, value) pairs, and the keys of damaged ones.
-
-    The record's checksum covers the header with its own, which need not be taken again. A hundred thousand
-    records a second of start matter: one loop, equal fields shared, no call that can be spared.
-    """
-    records: list[IndexRecord] = []
-    damaged: list[bytes] = []
-    shared: dict[bytes, bytes] = {}
+def headers_in(values: Iterable[bytes]) -> Iterator[BlockHeader]:
+    """Yield the headers in stored records that were found sound, equal fields shared."""
     parts: dict[bytes, Part] = {}
-    add, new, digest = records.append, tuple.__new__, xxhash.xxh3_64_digest
-    fields_of, place_of, shape_of = _FIRST_FIELDS.unpack_from, _PLACE.unpack_from, _SHAPES.get
-    for key, value in items:
-        start, header_bytes, body_bytes = shape_of(len(value), _NO_SHAPE)
-        # digest() is big-endian, the stored sum little-endian.
-        is_whole = value[:8] == start and value[body_bytes:] == digest(value[:body_bytes])[::-1]
-        if not is_whole or value[12:52] != key[1:]:
-            damaged.append(key)
-            continue
-        _, _, _, length, name, part_bytes, namespace, parent, layout, depth, payload_sum = fields_of(value)
-        offset, slot_bytes, generation, recency = place_of(value, header_bytes)
-        if slot_bytes != padded(length) or offset % ALIGNMENT_BYTES or not slot_bytes:
-            damaged.append(key)
-            continue
-        part = parts.get(part_bytes) or _part_in(part_bytes, parts)
+    shared: dict[bytes, bytes] = {}
+    share, new, fields_of = shared.setdefault, tuple.__new__, _HEADER_FIELDS.unpack_from
+    sealed_bytes = SEALED_FORM.record_bytes
+    for value in values:
+        length, key, packed_part, namespace, parent, layout, depth, payload_sum = fields_of(value)
+        part = parts.get(packed_part)
         if part is None:
-            damaged.append(key)
-            continue
-        namespace = shared.setdefault(namespace, namespace)
-        layout = shared.setdefault(layout, layout)
-        block = new(BlockId, (namespace, part, name))
-        seal = value[_SEAL_OFFSET : _SEAL_OFFSET + SEAL_BYTES] if header_bytes == SEALED_HEADER_BYTES else b""
-        header = new(BlockHeader, (block, parent, depth, layout, length, payload_sum, seal))
-        add(new(IndexRecord, (header, offset, slot_bytes, generation, recency)))
-    return records, damaged
+            part = parts[packed_part] = Part.unpack(packed_part)
+        block = new(BlockId, (share(namespace, namespace), part, key))
+        seal = value[_SEAL_OFFSET : _SEAL_OFFSET + SEAL_BYTES] if len(value) == sealed_bytes else b""
+        yield new(BlockHeader, (block, parent, depth, share(layout, layout), length, payload_sum, seal))
+
+
+def name_in(value: bytes) -> bytes:
+    """Return the storage key in a stored record."""
+    return value[NAME_IN_RECORD]
+
+
+def recency_in(value: bytes) -> int:
+    """Return the recency in a stored record."""
+    recency: int = _PLACE.unpack_from(value, _HEADER_BYTES_OF[len(value)])[3]
+    return recency

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 
 import lmdb
@@ -19,7 +18,8 @@ from kvstore_tiers.slab import Slab
 from kvstore_tiers.ssd_check import EXIT_UNUSABLE
 from kvstore_tiers.ssd_folder import SsdFolder, unavailable
 from kvstore_tiers.ssd_index import IndexIsForeign, SsdIndex
-from kvstore_tiers.ssd_record import Change, IndexRecord
+from kvstore_tiers.ssd_record import Change
+from kvstore_tiers.ssd_record_table import RecordTable
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class SsdStore:
         self._index = index
         self._capacity_bytes = capacity_bytes
         self._is_index_broken = False
+        self.gone = ""
 
     @classmethod
     def open(
@@ -56,8 +57,8 @@ class SsdStore:
         check_timeout_s: float,
         is_sealed: bool = False,
         io: DiskIO | None = None,
-    ) -> tuple["SsdStore", list[IndexRecord]]:
-        """Open the folder; returns the store and the records whose slots do not overlap, oldest use first.
+    ) -> tuple["SsdStore", RecordTable]:
+        """Open the folder; returns the store and the records whose slots do not overlap.
 
         Raises:
             TierUnavailable: the folder, the disk or its space cannot be used.
@@ -84,37 +85,54 @@ class SsdStore:
                 f"{name}: folder {path}: the index cannot be opened: {error}: check the disk, or remove "
                 f"{folder.index_path}"
             ) from error
-        store = cls(folder, slab, index, capacity_bytes=capacity_bytes)
-        return store, sorted(records, key=attrgetter("recency"))
+        return cls(folder, slab, index, capacity_bytes=capacity_bytes), records
 
     def commit(self, changes: Sequence[Change]) -> list[CommitOutcome]:
         """Make slab writes and index changes durable, in that order; one outcome per change.
 
-        Transactions are bounded, so that copy on write never needs more of the index than is kept for it.
+        Before, and also when there are no changes, the files must be those that are open: what was deleted or
+        replaced is named in ``gone`` from then on. Transactions are bounded, so that copy on write never
+        needs more of the index than is kept for it.
         """
+        has_stores = any(change.is_unconditional for change in changes)
+        try:
+            self._note_what_is_gone()
+            if not self.gone and has_stores:
+                self.slab.sync()
+        except OSError as error:
+            return [CommitOutcome(WriteStatus.UNAVAILABLE, f"writing failed: {error}")] * len(changes)
+        if self.gone:
+            return [CommitOutcome(WriteStatus.UNAVAILABLE, self.gone)] * len(changes)
         outcomes: list[CommitOutcome] = []
         for start in range(0, len(changes), _CHANGES_PER_TRANSACTION):
             outcomes += self._commit(changes[start : start + _CHANGES_PER_TRANSACTION])
         return outcomes
 
     def _commit(self, changes: Sequence[Change]) -> list[CommitOutcome]:
-        stores = [change for change in changes if change.is_unconditional]
-        others = [change for change in changes if not change.is_unconditional]
         try:
-            if not self._folder.is_present():
-                return [CommitOutcome(WriteStatus.UNAVAILABLE, "the folder was deleted")] * len(changes)
             if self._is_index_broken:
                 self._reopen_index()
-            if stores:
-                self.slab.sync()
             try:
                 self._index.commit(changes)
             except lmdb.MapFullError:
-                return self._commit_apart(changes, stores, others)
+                return self._commit_apart(changes)
         except (OSError, lmdb.Error) as error:
             self._is_index_broken |= isinstance(error, lmdb.Error)
             return [CommitOutcome(WriteStatus.UNAVAILABLE, f"writing failed: {error}")] * len(changes)
         return [CommitOutcome(WriteStatus.OK)] * len(changes)
+
+    def _note_what_is_gone(self) -> None:
+        """Compare the names in the folder with the open files. Raises OSError if the disk does not say."""
+        if self.gone:
+            return
+        if not self._folder.is_present():
+            self.gone = "the folder was deleted or replaced"
+        elif not self.slab.is_at(self._folder.slab_path):
+            self.gone = "its slab was deleted or replaced"
+        elif not self._index.is_at(self._folder.index_path):
+            self.gone = "its index was deleted or replaced"
+        if self.gone:
+            _log.error("folder %s: %s: its blocks are lost", self._folder.path, self.gone)
 
     def _reopen_index(self) -> None:
         """Open the index anew: an environment that failed to write its root refuses every later change.
@@ -138,14 +156,10 @@ class SsdStore:
             _log.warning("folder %s: the write budget cannot be read: %s", self._folder.path, error)
             return 0
 
-    def is_present(self) -> bool:
-        """Return whether the folder still exists."""
-        return self._folder.is_present()
-
     def close(self, last_changes: Sequence[Change]) -> None:
         """Commit what is left, note a clean end if that worked, and let go of everything."""
         outcomes = self.commit(last_changes)
-        is_clean = all(outcome.status is WriteStatus.OK for outcome in outcomes) and self._folder.is_present()
+        is_clean = all(outcome.status is WriteStatus.OK for outcome in outcomes) and not self.gone
         try:
             self._index.close()
             if is_clean:
@@ -155,10 +169,10 @@ class SsdStore:
         finally:
             _close_parts(self._folder, [self.slab])
 
-    def _commit_apart(
-        self, changes: Sequence[Change], stores: Sequence[Change], others: Sequence[Change]
-    ) -> list[CommitOutcome]:
+    def _commit_apart(self, changes: Sequence[Change]) -> list[CommitOutcome]:
         """Full index: first what frees pages, then a commit that makes them usable, then the rest again."""
+        stores = [change for change in changes if change.is_unconditional]
+        others = [change for change in changes if not change.is_unconditional]
         try:
             self._index.commit(others)
             self._index.commit_nothing()
@@ -196,7 +210,7 @@ def _preflight(folder: SsdFolder, capacity_bytes: int, timeout_s: float, *, name
 
 def _open_parts(
     folder: SsdFolder, capacity_bytes: int, opened: list[Slab | SsdIndex]
-) -> tuple[Slab, SsdIndex, list[IndexRecord]]:
+) -> tuple[Slab, SsdIndex, RecordTable]:
     """Open slab and index, noted in ``opened`` for whoever cleans up, and cut both to the capacity."""
     slab, had_bytes = Slab.open(folder.slab_path, capacity_bytes, io=folder.io)
     opened.append(slab)
@@ -207,13 +221,13 @@ def _open_parts(
             slab.shrink(had_bytes)
         raise
     opened.append(index)
-    kept, unusable = _without_overlaps(records, min(had_bytes, capacity_bytes))
+    kept, unusable = records.without_overlaps(min(had_bytes, capacity_bytes))
     if damaged or unusable:
         _log.warning(
             "folder %s: %d damaged records and %d without their bytes are forgotten",
             *(folder.path, len(damaged), len(unusable)),
         )
-        index.delete_keys([*damaged, *(record.key for record in unusable)])
+        index.delete_keys([*damaged, *unusable])
     if had_bytes > capacity_bytes:
         slab.shrink(capacity_bytes)
     if index.is_larger_than(folder.index_path, capacity_bytes):
@@ -233,7 +247,7 @@ def _close_parts(folder: SsdFolder, parts: Sequence[Slab | SsdIndex]) -> None:
     folder.release()
 
 
-def _open_index(folder: SsdFolder, capacity_bytes: int) -> tuple[SsdIndex, list[IndexRecord], list[bytes]]:
+def _open_index(folder: SsdFolder, capacity_bytes: int) -> tuple[SsdIndex, RecordTable, list[bytes]]:
     index: SsdIndex | None = None
     try:
         index = SsdIndex.open(folder.index_path, capacity_bytes=capacity_bytes)
@@ -248,23 +262,3 @@ def _open_index(folder: SsdFolder, capacity_bytes: int) -> tuple[SsdIndex, list[
         raise
     index = SsdIndex.open(folder.index_path, capacity_bytes=capacity_bytes)
     return (index, *index.load())
-
-
-def _without_overlaps(
-    records: list[IndexRecord], limit_bytes: int
-) -> tuple[list[IndexRecord], list[IndexRecord]]:
-    """Split records into those that can all be true, and the rest (of two that overlap the older goes)."""
-    kept: list[IndexRecord] = []
-    unusable: list[IndexRecord] = []
-    for record in sorted(records, key=attrgetter("offset")):
-        if record.offset + record.slot_bytes > limit_bytes:
-            unusable.append(record)
-            continue
-        while kept and kept[-1].offset + kept[-1].slot_bytes > record.offset:
-            if kept[-1].generation > record.generation:
-                unusable.append(record)
-                break
-            unusable.append(kept.pop())
-        else:
-            kept.append(record)
-    return kept, unusable

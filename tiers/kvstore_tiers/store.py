@@ -58,6 +58,7 @@ class StoreTier:
         self._clock = clock
         self._namespaces: dict[NamespaceDigest, Namespace] = {}
         self._client: AsyncKVStore | None = None
+        self._opened: set[NamespaceDigest] = set()
 
     @property
     def name(self) -> str:
@@ -87,8 +88,6 @@ class StoreTier:
     def open_namespace(self, namespace: Namespace) -> None:
         """Make a namespace's blocks storable; before or after ``open``."""
         self._namespaces[namespace.digest] = namespace
-        if self._client is not None:
-            self._client.open_namespace(namespace)
 
     def health(self) -> TierHealth:
         """Return whether the server answered when it was last asked, or that is long enough ago."""
@@ -105,8 +104,7 @@ class StoreTier:
         """
         if self._client is None:
             self._client = await AsyncKVStore.connect(self._address)
-            for namespace in self._namespaces.values():
-                self._client.open_namespace(namespace)
+            self._opened.clear()
 
     async def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -123,17 +121,17 @@ class StoreTier:
         names: list[str | None] = []
         reason: MissReason | None = None
         for chain, group in self._chains(blocks):
-            if self._client is None or chain.namespace not in self._namespaces:
+            client = await self._client_of(chain.namespace)
+            if client is None:
                 reason = MissReason.UNAVAILABLE
                 break
-            found = await self._client.match(
-                chain, part=group[0].part, timeout_s=self._patience_s(deadline_s)
-            )
+            found = await client.match(chain, part=group[0].part, timeout_s=self._patience_s(deadline_s))
             names.extend(found.tiers)
             if found.blocks < len(group):
                 reason = found.reason
                 break
-        return Probe(names + [None] * (len(blocks) - len(names)), reason)
+        num_known = None if len(names) == len(blocks) else len(names) + 1
+        return Probe(names + [None] * (len(blocks) - len(names)), reason, num_known=num_known)
 
     async def read(self, requests: Sequence[ReadRequest], *, deadline_s: float) -> list[ReadOutcome]:
         """Copy blocks into the buffers, each verified; behind the first miss of a chain nothing is read."""
@@ -152,10 +150,11 @@ class StoreTier:
     async def drop(self, blocks: Sequence[BlockId]) -> None:
         """Ask the store to forget its copies. Without a server nothing is dropped."""
         for chain, group in self._chains(blocks):
-            if self._client is None or chain.namespace not in self._namespaces:
+            client = await self._client_of(chain.namespace)
+            if client is None:
                 return
             try:
-                await self._client.drop(chain, part=group[0].part, timeout_s=self._drop_timeout_s)
+                await client.drop(chain, part=group[0].part, timeout_s=self._drop_timeout_s)
             except KVStoreError:
                 return
 
@@ -171,7 +170,8 @@ class StoreTier:
         layout = self._layout(first.block.namespace)
         if self._client is None:
             return [ReadOutcome(ReadStatus.UNAVAILABLE)] * len(batch)
-        if layout is None or any(not _fits(layout, request) for request in batch):
+        client = await self._client_of(first.block.namespace)
+        if client is None or layout is None or any(not _fits(layout, request) for request in batch):
             return [ReadOutcome(ReadStatus.MISMATCH)] * len(batch)
         chain = PrefixChain(
             first.block.namespace,
@@ -181,7 +181,7 @@ class StoreTier:
             None if first.depth == 0 else first.parent,
         )
         buffers = [request.buffer[: request.length_bytes] for request in batch]
-        result = await self._client.fetch_into(
+        result = await client.fetch_into(
             chain, buffers, part=batch[0].block.part, timeout_s=self._patience_s(deadline_s)
         )
         outcomes = [
@@ -201,7 +201,8 @@ class StoreTier:
         layout = self._layout(first.block.namespace)
         if self._client is None:
             return [WriteStatus.UNAVAILABLE] * len(run)
-        if layout is None or any(not _fits_header(layout, request.header) for request in run):
+        client = await self._client_of(first.block.namespace)
+        if client is None or layout is None or any(not _fits_header(layout, at.header) for at in run):
             return [WriteStatus.REFUSED] * len(run)
         chain = PrefixChain(
             first.block.namespace,
@@ -210,7 +211,7 @@ class StoreTier:
             first.depth,
             None if first.depth == 0 else first.parent,
         )
-        result = await self._client.put(
+        result = await client.put(
             chain,
             [request.buffer[: request.header.length_bytes] for request in run],
             part=first.block.part,
@@ -220,12 +221,20 @@ class StoreTier:
         doubtful = set(result.doubtful)
         if len(doubtful) > result.dropped:
             # Somebody else may have stored them meanwhile; what is matched is stored.
-            found = await self._client.match(
-                chain, part=first.block.part, timeout_s=self._patience_s(deadline_s)
-            )
+            found = await client.match(chain, part=first.block.part, timeout_s=self._patience_s(deadline_s))
             doubtful.difference_update(range(found.blocks))
         why = self._why_dropped(deadline_s)
         return [why if index in doubtful else WriteStatus.OK for index in range(len(run))]
+
+    async def _client_of(self, namespace: NamespaceDigest) -> AsyncKVStore | None:
+        """Return the client, which knows the namespace then; None if it is not open or was not told of it."""
+        client, known = self._client, self._namespaces.get(namespace)
+        if client is None or known is None:
+            return None
+        if namespace not in self._opened:
+            await client.open_namespace(known)
+            self._opened.add(namespace)
+        return client
 
     def _why_dropped(self, deadline_s: float) -> WriteStatus:
         if self._client is None or not self._client.is_reachable:

@@ -1,0 +1,121 @@
+"""Answers about presence, leases and erasures, made of what the manager says."""
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvstore.errors import NamespaceNotOpen
+from kvstore.granting import ReadyCopies
+from kvstore.manager import BlockManager
+from kvstore.messages import (
+    Erase,
+    Exists,
+    LeaseChain,
+    Leased,
+    MatchAndLease,
+    Presence,
+    Ready,
+    ReadySlot,
+    Renew,
+    Renewed,
+    Report,
+    Seen,
+    TierNames,
+    timeout_us,
+)
+from kvstore.results import FetchedBlock, LeaseId, Owner
+from kvstore.tenant import tenant_of
+
+
+def answer_ready(found: ReadyCopies) -> Ready:
+    """Say where leased copies of a whole chain are."""
+    slots = _copy_slots(found)
+    return Ready(found.lease, found.length_bytes, slots, TierNames((found.origin,), bytes(len(slots))), None)
+
+
+def answer_seen(found: ReadyCopies) -> Seen:
+    """Say where copies of a whole chain are that are not leased."""
+    return Seen(found.length_bytes, _copy_slots(found), found.origin)
+
+
+def _copy_slots(found: ReadyCopies) -> tuple[ReadySlot, ...]:
+    slots: list[ReadySlot] = []
+    for copy in found.copies:
+        assert copy.slot is not None, "a READY copy in the top tier has no slot"
+        assert copy.generation is not None, "a copy without its generation was found ready"
+        assert copy.checksum is not None, "an arena block has no checksum"
+        slots.append(ReadySlot(copy.slot, copy.generation, copy.checksum))
+    return tuple(slots)
+
+
+async def answer_erase(manager: BlockManager, request: Erase) -> Report:
+    """Erase a tenant, and report what came of it.
+
+    Raises:
+        NamespaceNotOpen: it is named by a namespace that is not open.
+    """
+    tenant = request.tenant
+    if tenant is None:
+        assert request.namespace is not None, "the message names one of the two"
+        known = manager.namespace(request.namespace)
+        if known is None:
+            digest = request.namespace.hex()[:12]
+            raise NamespaceNotOpen(f"namespace {digest} is not open: name its tenant by the salt")
+        tenant = tenant_of(known.tenant_salt)
+    return Report(json.dumps((await manager.erase(tenant)).as_dict()).encode())
+
+
+async def answer_exists(manager: BlockManager, request: Exists) -> Presence:
+    """Say which blocks are stored."""
+    about = request.about
+    present = await manager.exists(
+        about.namespace, about.keys, part=about.part, timeout_s=request.timeout_us / 1e6
+    )
+    return Presence(np.packbits(np.array(present, np.bool_), bitorder="little").tobytes())
+
+
+async def answer_lease(manager: BlockManager, owner: Owner, request: LeaseChain) -> Leased:
+    """Make the stored prefix ready in slots and lease it."""
+    about = request.about
+    fetched = await manager.fetch(
+        about.chain, owner=owner, part=about.part, timeout_s=request.timeout_us / 1e6
+    )
+    return Leased(
+        lease=fetched.lease,
+        lease_us=timeout_us(manager.lease_s),
+        length_bytes=fetched.blocks[0].length_bytes if fetched.blocks else 0,
+        slots=ready_slots(fetched.blocks),
+        tiers=TierNames.of([block.origin for block in fetched.blocks]),
+        reason=fetched.reason,
+    )
+
+
+async def answer_match_and_lease(manager: BlockManager, owner: Owner, request: MatchAndLease) -> Leased:
+    """Match a chain, and lease what of it is in slots already."""
+    about = request.about
+    found = await manager.match_and_lease(
+        about.chain, owner=owner, part=about.part, timeout_s=request.timeout_us / 1e6
+    )
+    return Leased(
+        lease=found.lease,
+        lease_us=timeout_us(manager.lease_s),
+        length_bytes=found.blocks[0].length_bytes if found.blocks else 0,
+        slots=ready_slots(found.blocks),
+        tiers=TierNames.of(found.match.tiers),
+        reason=found.match.reason,
+    )
+
+
+def answer_renew(manager: BlockManager, owner: Owner, request: Renew) -> Renewed:
+    """Have a lease last its full time again."""
+    return Renewed(timeout_us(manager.renew(LeaseId(request.lease), owner=owner)))
+
+
+def ready_slots(blocks: Sequence[FetchedBlock]) -> tuple[ReadySlot, ...]:
+    """Return where leased blocks are."""
+    slots: list[ReadySlot] = []
+    for block in blocks:
+        assert block.checksum is not None, "an arena block has no checksum"
+        slots.append(ReadySlot(block.slot, block.generation, block.checksum))
+    return tuple(slots)

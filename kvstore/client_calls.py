@@ -1,0 +1,431 @@
+"""ClientCalls: the calls of a client, decided but not made, so that every client decides them alike.
+
+A `Call` says what to ask (a plan), until when, and what comes back when no server serves it. `KVStore` and
+`AsyncKVStore` differ only in how they carry one out.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import calls, holding_calls
+from kvstore.arena_link import MappedArena
+from kvstore.calls import Connection, FetchResult, Plan, PutTally, Session
+from kvstore.client_state import ClientState
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.fetch_calls import (
+    BufferSource,
+    FetchTally,
+    Link,
+    allocate_blocks,
+    fetch_at_once,
+    fetch_plan,
+    is_peeked,
+)
+from kvstore.holding_calls import Grant, Loan
+from kvstore.keys import KEY_BYTES, BlockKey, Namespace, NamespaceDigest, PrefixChain
+from kvstore.layout import Part
+from kvstore.messages import ChainRef
+from kvstore.results import BlockReport, EraseReport, PrefixMatch, PutResult
+from kvstore.tenant import tenant_of
+from kvstore.transfer import Buffer, require_writable, split_buffers
+
+T = TypeVar("T")
+Array = npt.NDArray[np.uint8]
+
+_TELL_S = 0.05
+"""How long a message that nobody waits for may take to be sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One call of a client.
+
+    ``when_away`` makes the result when the store does not serve it; without one the failure is raised.
+    ``is_held``: what it brings outlives it, so it goes over the connection that is kept for such things.
+    ``at_once`` tries it on a connection that knows the namespace, without the steps of a plan, where the
+    caller may be blocked; None if that does not suffice: then the plan goes on.
+    ``holder``: the connection that what the call is about belongs to; over another it makes no sense.
+    """
+
+    make_plan: Callable[[Session], Plan[T]]
+    deadline_s: float
+    namespace: NamespaceDigest | None = None
+    when_away: Callable[[KVStoreError], T] | None = None
+    is_held: bool = False
+    holder: Connection | None = None
+    at_once: Callable[[Link], T | None] | None = None
+
+    @property
+    def is_control(self) -> bool:
+        """Whether it may try to connect at once, however lately that failed."""
+        return self.when_away is None
+
+
+class ClientCalls:
+    """Checks the arguments of calls, and makes calls of them."""
+
+    def __init__(self, state: ClientState, *, is_read_only: bool = False) -> None:
+        self._state = state
+        self._is_read_only = is_read_only
+
+    def open_namespace(self, namespace: Namespace, *, is_public: bool) -> Namespace:
+        """Make a namespace's chains usable, and return it."""
+        if is_public and namespace.tenant_salt:
+            raise InvalidRequest("namespace: a public one has no tenant_salt")
+        self._state.open_namespace(namespace)
+        return namespace
+
+    def match(self, chain: PrefixChain, *, part: Part | None, timeout_s: float | None) -> Call[PrefixMatch]:
+        """Count the leading blocks that are stored."""
+        self._state.length_bytes(chain, part)
+        return Call(
+            lambda session: calls.match_plan(session, chain, part),
+            self._deadline_s(timeout_s, self._state.timeouts.match_s),
+            chain.namespace,
+            lambda error: PrefixMatch(0, (), self._state.note_away(error)),
+        )
+
+    def match_and_lease(
+        self, chain: PrefixChain, *, part: Part | None, timeout_s: float | None
+    ) -> Call[tuple[PrefixMatch, Grant]]:
+        """Count the leading blocks that are stored, and lease those that are in the arena."""
+        length_bytes = self._state.length_bytes(chain, part)
+        now_s = self._state.clock()
+
+        def nothing(error: KVStoreError) -> tuple[PrefixMatch, Grant]:
+            reason = self._state.note_away(error)
+            return PrefixMatch(0, (), reason), Grant(chain[:0], part, reason)
+
+        return Call(
+            lambda session: holding_calls.match_and_lease_plan(
+                session, chain, part=part, length_bytes=length_bytes, now_s=now_s
+            ),
+            self._deadline_s(timeout_s, self._state.timeouts.match_s),
+            chain.namespace,
+            nothing,
+            is_held=True,
+        )
+
+    def exists(
+        self,
+        blocks: PrefixChain | Sequence[BlockKey],
+        *,
+        namespace: Namespace | None,
+        part: Part | None,
+        timeout_s: float | None,
+    ) -> Call[list[bool]]:
+        """Ask which of any blocks are stored."""
+        digest, keys = self._named(blocks, namespace, part)
+
+        def none(error: KVStoreError) -> list[bool]:
+            self._state.note_away(error)
+            return [False] * len(keys)
+
+        return Call(
+            lambda session: holding_calls.exists_plan(session, digest, keys, part),
+            self._deadline_s(timeout_s, self._state.timeouts.match_s),
+            digest,
+            none,
+        )
+
+    def _named(
+        self, blocks: PrefixChain | Sequence[BlockKey], namespace: Namespace | None, part: Part | None
+    ) -> tuple[NamespaceDigest, tuple[BlockKey, ...]]:
+        """Return the namespace and the keys that an ``exists`` is about."""
+        if isinstance(blocks, PrefixChain):
+            self._state.length_bytes(blocks, part)
+            return blocks.namespace, blocks.keys
+        if namespace is None:
+            raise InvalidRequest("exists: keys that are no chain need the namespace they are of")
+        keys = tuple(blocks)
+        if any(len(key) != KEY_BYTES for key in keys):
+            raise InvalidRequest(f"exists: a key has {KEY_BYTES} bytes")
+        layout = self._state.namespace(namespace.digest).layout
+        if part is not None:
+            layout.part_bytes(part)
+        return namespace.digest, keys
+
+    def fetch_into(
+        self, chain: PrefixChain, buffers: Buffer, *, part: Part | None, timeout_s: float | None
+    ) -> Call[FetchResult]:
+        """Copy the longest stored prefix into buffers."""
+        length_bytes = self._state.length_bytes(chain, part)
+        views = split_buffers(buffers, length_bytes=length_bytes, count=len(chain), what="buffers")
+        require_writable(views, "buffers")
+        return self._fetch(chain, lambda start, stop: views[start:stop], part=part, timeout_s=timeout_s)
+
+    def get(
+        self, chain: PrefixChain, blocks: list[Array], *, part: Part | None, timeout_s: float | None
+    ) -> Call[FetchResult]:
+        """Copy the longest stored prefix into arrays made for it, which are appended to ``blocks``."""
+        source = allocate_blocks(self._state.length_bytes(chain, part), blocks)
+        return self._fetch(chain, source, part=part, timeout_s=timeout_s)
+
+    def _fetch(
+        self, chain: PrefixChain, buffers: BufferSource, *, part: Part | None, timeout_s: float | None
+    ) -> Call[FetchResult]:
+        tally = FetchTally()
+        length_bytes = self._state.length_bytes(chain, part)
+        deadline_s = self._deadline_s(timeout_s, self._state.timeouts.fetch_s)
+
+        def copied_so_far(error: KVStoreError) -> FetchResult:
+            is_whole = tally.blocks == len(chain)
+            return tally.result(None if is_whole else self._state.note_away(error))
+
+        def at_once(link: Link) -> FetchResult | None:
+            return fetch_at_once(
+                link,
+                ChainRef(chain, part),
+                buffers,
+                length_bytes=length_bytes,
+                deadline_s=deadline_s,
+                tally=tally,
+            )
+
+        return Call(
+            lambda session: fetch_plan(
+                session, chain, part=part, length_bytes=length_bytes, buffers=buffers, tally=tally
+            ),
+            deadline_s,
+            chain.namespace,
+            copied_so_far,
+            at_once=at_once if is_peeked(chain, length_bytes) else None,
+        )
+
+    def put(
+        self,
+        chain: PrefixChain,
+        payloads: Buffer,
+        *,
+        part: Part | None,
+        timeout_s: float | None,
+        checksums: Sequence[int] | None,
+    ) -> Call[PutResult]:
+        """Store blocks that are not stored yet."""
+        self._refuse_if_read_only()
+        length_bytes = self._state.length_bytes(chain, part)
+        views = split_buffers(payloads, length_bytes=length_bytes, count=len(chain), what="payloads")
+        if checksums is not None and len(checksums) != len(chain):
+            raise InvalidRequest(f"checksums: {len(checksums)} for {len(chain)} blocks")
+        tally = PutTally(len(chain))
+
+        def plan(session: Session) -> Plan[PutResult]:
+            yield from calls.put_plan(
+                session,
+                chain,
+                views,
+                part=part,
+                length_bytes=length_bytes,
+                checksums=checksums,
+                tally=tally,
+            )
+            return tally.result()
+
+        deadline_s = self._deadline_s(timeout_s, self._state.timeouts.put_s)
+        return Call(plan, deadline_s, chain.namespace, self._stored_so_far(tally))
+
+    def prefetch(self, chain: PrefixChain, *, part: Part | None, timeout_s: float | None) -> Call[int]:
+        """Load stored leading blocks into the top tier."""
+        self._state.length_bytes(chain, part)
+
+        def none(error: KVStoreError) -> int:
+            self._state.note_away(error)
+            return 0
+
+        return Call(
+            lambda session: calls.prefetch_plan(session, chain, part),
+            self._deadline_s(timeout_s, self._state.timeouts.fetch_s),
+            chain.namespace,
+            none,
+        )
+
+    def lease(self, chain: PrefixChain, *, part: Part | None, timeout_s: float | None) -> Call[Grant]:
+        """Have the longest stored prefix made ready and leased."""
+        length_bytes = self._state.length_bytes(chain, part)
+        now_s = self._state.clock()
+        return Call(
+            lambda session: holding_calls.lease_plan(
+                session, chain, part=part, length_bytes=length_bytes, now_s=now_s
+            ),
+            self._deadline_s(timeout_s, self._state.timeouts.fetch_s),
+            chain.namespace,
+            lambda error: Grant(chain[:0], part, self._state.note_away(error)),
+            is_held=True,
+        )
+
+    def renew(self, grant: Grant, lease: int, *, timeout_s: float | None) -> Call[bool]:
+        """Have a lease last its full time again."""
+        now_s = self._state.clock()
+        return Call(
+            lambda _: holding_calls.renew_plan(grant, lease, now_s),
+            self._deadline_s(timeout_s, self._state.timeouts.match_s),
+            None,
+            self._no,
+            is_held=True,
+            holder=grant.connection,
+        )
+
+    def release(self, grant: Grant, lease: int) -> Call[None]:
+        """End a lease."""
+        return Call(
+            lambda _: holding_calls.release_plan(lease),
+            self._state.clock() + _TELL_S,
+            None,
+            lambda _: None,
+            is_held=True,
+            holder=grant.connection,
+        )
+
+    def view(self, grant: Grant, *, timeout_s: float | None) -> Call[list[memoryview]]:
+        """Verify leased blocks in place."""
+
+        def nothing(error: KVStoreError) -> list[memoryview]:
+            self._state.note_away(error)
+            return []
+
+        return Call(
+            lambda session: holding_calls.view_plan(session, grant),
+            self._deadline_s(timeout_s, self._state.timeouts.fetch_s),
+            None,
+            nothing,
+            is_held=True,
+            holder=grant.connection,
+        )
+
+    def reserve(self, chain: PrefixChain, *, part: Part | None, timeout_s: float | None) -> Call[Loan]:
+        """Have slots lent for the blocks that are not stored."""
+        self._refuse_if_read_only()
+        length_bytes = self._state.length_bytes(chain, part)
+
+        def nothing(error: KVStoreError) -> Loan:
+            self._state.note_away(error)
+            return Loan(chain, part, length_bytes, PutTally(len(chain)))
+
+        return Call(
+            lambda session: holding_calls.reserve_plan(session, chain, part=part, length_bytes=length_bytes),
+            self._deadline_s(timeout_s, self._state.timeouts.put_s),
+            chain.namespace,
+            nothing,
+            is_held=True,
+        )
+
+    def commit(self, loan: Loan, *, timeout_s: float | None) -> Call[PutResult]:
+        """Publish what was written into lent slots."""
+        return Call(
+            lambda session: holding_calls.commit_plan(session, loan),
+            self._deadline_s(timeout_s, self._state.timeouts.put_s),
+            None,
+            self._stored_so_far(loan.tally),
+            is_held=True,
+            holder=loan.connection,
+        )
+
+    def abandon(self, loan: Loan) -> Call[None]:
+        """Give lent slots back unwritten."""
+        return Call(
+            lambda _: holding_calls.abandon_plan(loan),
+            self._state.clock() + _TELL_S,
+            None,
+            lambda _: None,
+            is_held=True,
+            holder=loan.connection,
+        )
+
+    def drop(self, chain: PrefixChain, *, part: Part | None, timeout_s: float | None) -> Call[int]:
+        """Forget every copy of blocks that is not leased."""
+        self._refuse_if_read_only()
+        self._state.length_bytes(chain, part)
+        return self._control(
+            lambda session: calls.drop_plan(session, chain, part), timeout_s, chain.namespace
+        )
+
+    def demote(self, chain: PrefixChain, *, part: Part | None, timeout_s: float | None) -> Call[int]:
+        """Write blocks to a tier below and take them out of the top tier."""
+        self._refuse_if_read_only()
+        self._state.length_bytes(chain, part)
+        return self._control(
+            lambda session: calls.demote_plan(session, chain, part), timeout_s, chain.namespace
+        )
+
+    def why(
+        self, chain: PrefixChain, *, part: Part | None, timeout_s: float | None
+    ) -> Call[list[BlockReport]]:
+        """Explain the blocks of a chain."""
+        self._state.length_bytes(chain, part)
+        return self._control(lambda session: calls.why_plan(session, chain, part), timeout_s, chain.namespace)
+
+    def advance_epoch(self, model: str, *, timeout_s: float | None) -> Call[int]:
+        """End the present epoch of a model."""
+        self._refuse_if_read_only()
+        return self._control(lambda _: calls.advance_epoch_plan(model), timeout_s)
+
+    def erase_tenant(self, salt: bytes, *, timeout_s: float | None) -> Call[EraseReport]:
+        """Destroy the key of the tenant with that salt."""
+        self._refuse_if_read_only()
+        return self._control(lambda _: calls.erase_plan(tenant_of(salt), None), timeout_s)
+
+    def erase_tenant_of(self, namespace: NamespaceDigest, *, timeout_s: float | None) -> Call[EraseReport]:
+        """Destroy the key of the tenant of an open namespace."""
+        self._refuse_if_read_only()
+        return self._control(lambda _: calls.erase_plan(None, namespace), timeout_s)
+
+    def namespaces(self, *, timeout_s: float | None) -> Call[list[Namespace]]:
+        """Ask for the namespaces that clients opened."""
+        return self._control(lambda _: calls.namespaces_plan(), timeout_s)
+
+    def flush(self, *, timeout_s: float | None) -> Call[bool]:
+        """Wait until what was put has been written through."""
+        return self._control(calls.flush_plan, timeout_s)
+
+    def stats(self, *, timeout_s: float | None) -> Call[dict[str, Any]]:  # Any: JSON
+        """Ask for counters and occupancy."""
+        return self._control(lambda _: calls.stats_plan(), timeout_s)
+
+    def check(self, sample_blocks: int, *, timeout_s: float | None) -> Call[list[str]]:
+        """Have the server verify its invariants."""
+        return self._control(lambda session: calls.check_plan(session, sample_blocks), timeout_s)
+
+    def arena(self, *, timeout_s: float | None) -> Call[MappedArena]:
+        """Return the server's arena as it is mapped here."""
+        return self._control(calls.arena_plan, timeout_s)
+
+    def ping(self, *, timeout_s: float | None) -> Call[None]:
+        """Ask whether the server answers."""
+        return self._control(lambda _: calls.ping_plan(), timeout_s)
+
+    def _control(
+        self,
+        make_plan: Callable[[Session], Plan[T]],
+        timeout_s: float | None,
+        namespace: NamespaceDigest | None = None,
+    ) -> Call[T]:
+        return Call(make_plan, self._deadline_s(timeout_s, self._state.timeouts.control_s), namespace)
+
+    def _deadline_s(self, timeout_s: float | None, default_s: float) -> float:
+        return self._state.deadline_s(timeout_s, default_s)
+
+    def _stored_so_far(self, tally: PutTally) -> Callable[[KVStoreError], PutResult]:
+        def result(error: KVStoreError) -> PutResult:
+            self._state.note_away(error)
+            return tally.result()
+
+        return result
+
+    def _no(self, error: KVStoreError) -> bool:
+        self._state.note_away(error)
+        return False
+
+    def _refuse_if_read_only(self) -> None:
+        if self._is_read_only:
+            raise InvalidRequest("client: it is read-only: connect without is_read_only to change the store")
+
+
+def only_block(chain: PrefixChain) -> PrefixChain:
+    """Return a chain of one block. Raises InvalidRequest for any other."""
+    if len(chain) != 1:
+        raise InvalidRequest(f"chain: {len(chain)} blocks, one is expected: chain[n : n + 1]")
+    return chain

@@ -1,0 +1,200 @@
+"""Fetcher: counts what of a chain is stored, and makes it ready in the top tier, leased.
+
+What needs no I/O has a form that answers at once, so that a server need not make a task for it.
+"""
+
+from collections.abc import Callable
+from typing import cast
+
+from kvstore.directory import BlockEntry, Shelf
+from kvstore.granting import Granter, ReadyCopies
+from kvstore.keys import BlockKey, PrefixChain
+from kvstore.layout import Part
+from kvstore.loading import Loader, Probed
+from kvstore.miss import MissReason
+from kvstore.results import Fetched, Owner, PrefixMatch
+from kvstore.state import State
+
+"""Blocks that a shared tier has been asked for and has: where, and under which name."""
+
+
+class Fetcher:
+    """Matches and fetches of one manager. ``note_fill``: the top tier has become fuller."""
+
+    def __init__(self, state: State, loader: Loader, granter: Granter, note_fill: Callable[[], None]) -> None:
+        self._state = state
+        self._loader = loader
+        self._granter = granter
+        self._note_fill = note_fill
+        self._may_ask = any(tier.is_shared for tier in state.lower)
+
+    def match_at_once(self, chain: PrefixChain, *, part: Part | None = None) -> PrefixMatch | None:
+        """Count the leading blocks that are stored; None if a shared tier has to be asked for some.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        state = self._state
+        shelf = state.directory.shelf(chain.namespace, part)
+        if shelf.is_stale:
+            return self._matched(chain, [], MissReason.OTHER_EPOCH)
+        tiers = self._leading_tiers(shelf, chain)
+        if len(tiers) == len(chain.keys):
+            return self._matched(chain, tiers, None)
+        if self._may_ask:
+            return None
+        return self._matched(chain, *self._walk(shelf, chain, Probed({}, {}, None)))
+
+    async def match(
+        self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
+    ) -> PrefixMatch:
+        """Count the leading blocks that are stored, and say where. No payload moves, and it is no use.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        at_once = self.match_at_once(chain, part=part)
+        if at_once is not None:
+            return at_once
+        shelf = self._state.directory.shelf(chain.namespace, part)
+        deadline_s = self._state.deadline_s(timeout_s)
+        probed = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
+        return self._matched(chain, *self._walk(shelf, chain, probed))
+
+    def _matched(self, chain: PrefixChain, tiers: list[str], reason: MissReason | None) -> PrefixMatch:
+        self._state.counters.match.count(len(chain.keys), tiers, reason)
+        return PrefixMatch(len(tiers), tuple(tiers), reason)
+
+    def _leading_tiers(self, shelf: Shelf, chain: PrefixChain) -> list[str]:
+        """The tier of each leading block whose fastest certain copy is within reach."""
+        fastest = list(map(shelf.fastest.get, chain.keys))
+        stop = fastest.index(None) if None in fastest else len(fastest)
+        down = self._state.down_tiers()
+        if down:
+            stop = next((at for at in range(stop) if fastest[at] in down), stop)
+        del fastest[stop:]
+        return cast("list[str]", fastest)  # what was None has been cut off
+
+    def _walk(self, shelf: Shelf, chain: PrefixChain, probed: Probed) -> tuple[list[str], MissReason | None]:
+        """The tier of each leading block, and why the one after them is not stored."""
+        tiers: list[str] = []
+        state, down = self._state, self._state.down_tiers()
+        for key in chain.keys:
+            entry = shelf.entries.get(key)
+            fastest = None if entry is None else state.fastest(entry, down)
+            if fastest is not None:
+                tiers.append(fastest)
+            elif key in probed.found:
+                tiers.append(probed.found[key][1])
+            else:
+                return tiers, probed.trouble or self._why_not(shelf, key)
+        return tiers, None
+
+    def _why_not(self, shelf: Shelf, key: BlockKey) -> MissReason:
+        entry = shelf.entries.get(key)
+        is_down = entry is not None and entry.fastest is not None
+        return MissReason.UNAVAILABLE if is_down else self._state.directory.why_gone(shelf.name(key))
+
+    def fetch_at_once(
+        self, chain: PrefixChain, *, owner: Owner, part: Part | None = None
+    ) -> ReadyCopies | None:
+        """Lease a chain that is READY in the top tier as a whole; None if it is not, or may not be leased.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        entries = self._all_on_top(chain, part)
+        return self._granter.ready(owner, entries) if entries else None
+
+    def peek_at_once(self, chain: PrefixChain, *, part: Part | None = None) -> ReadyCopies | None:
+        """Find a chain that is READY in the top tier as a whole, and lease nothing; None if it is not.
+
+        It is a use of the blocks. What the copies hold by the time it is read is the reader's to check.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        entries = self._all_on_top(chain, part)
+        return self._granter.seen(entries) if entries else None
+
+    async def fetch(
+        self,
+        chain: PrefixChain,
+        *,
+        owner: Owner,
+        part: Part | None = None,
+        timeout_s: float | None = None,
+    ) -> Fetched:
+        """Make the longest stored prefix READY in slots of the top tier, leased to ``owner``.
+
+        Returns by its timeout with what is ready then. The lease ends with ``release``, with
+        ``release_owner``, or at its deadline (``lease_s`` of the settings).
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        state = self._state
+        deadline_s = state.deadline_s(timeout_s)
+        shelf = state.directory.shelf(chain.namespace, part)
+        if shelf.is_stale:
+            state.counters.fetch.count(len(chain), [], MissReason.OTHER_EPOCH)
+            return Fetched((), None, MissReason.OTHER_EPOCH)
+        on_top = self._all_on_top(chain, part)
+        if on_top is not None:
+            return self._granter.fetched(owner, chain, on_top, [state.top.name] * len(on_top), None)
+        with state.holding() as held:
+            origins, reason = await self._bring_up(shelf, chain, held, deadline_s)
+            entries = [shelf.entries[key] for key in chain.keys[: len(origins)]]
+            fetched = self._granter.fetched(owner, chain, entries, origins, reason)
+        self._note_fill()
+        return fetched
+
+    async def prefetch(
+        self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
+    ) -> int:
+        """Load stored leading blocks into the top tier without a lease; returns how many are there.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        shelf = self._state.directory.shelf(chain.namespace, part)
+        if shelf.is_stale:
+            return 0
+        with self._state.holding() as held:
+            origins, _ = await self._bring_up(shelf, chain, held, self._state.deadline_s(timeout_s))
+        self._note_fill()
+        return len(origins)
+
+    async def _bring_up(
+        self, shelf: Shelf, chain: PrefixChain, held: list[BlockEntry], deadline_s: float
+    ) -> tuple[list[str], MissReason | None]:
+        """Locate, hold and load: (origins of the leading blocks that are READY on top, why not more)."""
+        state = self._state
+        located = self._loader.locate(shelf, chain, {})
+        for item in located:
+            state.hold(item.entry, held)
+        reason = None
+        if len(located) < len(chain):
+            probed = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
+            before = len(located)
+            located = self._loader.locate(shelf, chain, probed.found)
+            for item in located[before:]:
+                state.hold(item.entry, held)
+            if len(located) < len(chain):
+                reason = probed.trouble or self._why_not(shelf, chain.keys[len(located)])
+        num_ready, load_reason = await self._loader.load(shelf, located, held, deadline_s=deadline_s)
+        return [item.origin for item in located[:num_ready]], load_reason or reason
+
+    def _all_on_top(self, chain: PrefixChain, part: Part | None) -> list[BlockEntry] | None:
+        """Return the entries of a chain that is READY in the top tier as a whole, else None."""
+        shelf = self._state.directory.shelf(chain.namespace, part)
+        if shelf.is_stale:
+            return None
+        top, get = self._state.top.name, shelf.entries.get
+        entries: list[BlockEntry] = []
+        for key in chain.keys:
+            entry = get(key)
+            if entry is None or entry.fastest != top:
+                return None
+            entries.append(entry)
+        return entries

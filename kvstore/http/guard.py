@@ -1,0 +1,109 @@
+"""Guard: stands between a connection and aiohttp's protocol, and drops clients that are too slow.
+
+aiohttp bounds neither the time that a request's header takes nor that for which an answer lies unread. Bodies
+are timed where they are read.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+from kvstore.http.counters import HttpCounters
+from kvstore.http.limits import Limits
+
+
+class Guard(asyncio.Protocol):
+    """One connection. ``inner`` is the protocol that it passes everything to.
+
+    Idle: no request is under way; the connection ends after ``idle_s``, the first one after ``header_s``.
+    With the first byte of a request its header has ``header_s``, until ``begin_request`` is called. Whenever
+    what was written does not leave for ``stall_s``, the connection is aborted.
+    """
+
+    def __init__(
+        self,
+        inner: asyncio.Protocol,
+        limits: Limits,
+        counters: HttpCounters,
+        *,
+        on_end: Callable[["Guard"], None],
+    ) -> None:
+        self.inner = inner
+        self._limits = limits
+        self._counters = counters
+        self._on_end = on_end
+        self._transport: asyncio.Transport | None = None
+        self._waiting: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None
+        self._is_idle = False
+        self.is_made = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin to wait for the first request."""
+        self.is_made = True
+        self._transport = cast("asyncio.Transport", transport)  # what TCP and TLS connections have
+        # A write is over once all of it left: then nothing refers to an arena slot any more.
+        self._transport.set_write_buffer_limits(high=1, low=0)
+        self._wait(self._limits.header_s)
+        self.inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Pass data on; the first bytes of a request start its time."""
+        if self._is_idle:
+            self._is_idle = False
+            self._wait(self._limits.header_s)
+        self.inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        """Pass it on."""
+        return self.inner.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the timers and pass it on."""
+        self._transport = None
+        for timer in (self._waiting, self._stalled):
+            if timer is not None:
+                timer.cancel()
+        self._waiting = self._stalled = None
+        self.inner.connection_lost(exc)
+        self._on_end(self)
+
+    def pause_writing(self) -> None:
+        """What was written does not leave: give it some time."""
+        self._stalled = asyncio.get_running_loop().call_later(self._limits.stall_s, self._drop)
+        self.inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        """What was written has left."""
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+        self.inner.resume_writing()
+
+    def begin_request(self) -> None:
+        """Note that a request's header is complete."""
+        self._is_idle = False
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    def end_request(self) -> None:
+        """Note that a request is answered: the connection is idle."""
+        self._is_idle = True
+        if self._transport is not None:
+            self._wait(self._limits.idle_s)
+
+    def abort(self) -> None:
+        """End the connection at once; what was not sent is not sent."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _wait(self, limit_s: float) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+        self._waiting = asyncio.get_running_loop().call_later(limit_s, self._drop)
+
+    def _drop(self) -> None:
+        if not self._is_idle:
+            self._counters.slow_clients += 1
+        self.abort()

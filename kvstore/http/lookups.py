@@ -1,0 +1,146 @@
+"""Operations without payloads: who am I, open, match, exists, prefetch, why, leases."""
+
+from dataclasses import fields
+
+from aiohttp import web
+
+from kvstore.http.refusal import ErrorCode, Refused
+from kvstore.http.schemas import MAX_WHY_BLOCKS
+from kvstore.http.service import Call, json_answer
+from kvstore.http.values import Values
+from kvstore.keys import BlockKey, Namespace, PrefixChain
+from kvstore.layout import KVLayout, Part
+from kvstore.miss import MissReason
+from kvstore.results import BlockReport, LeaseId, PrefixMatch
+
+_LAYOUT_NAMES = tuple(field.name for field in fields(KVLayout))
+_TEXT_NAMES = ("weights", "tokenizer", "adapter", "rope")
+
+
+async def identity(call: Call) -> web.StreamResponse:
+    """Say who the caller is."""
+    who = call.identity
+    return json_answer(
+        {"name": who.name, "tenant": who.tenant, "scopes": sorted(scope.value for scope in who.scopes)}
+    )
+
+
+async def open_namespace(call: Call) -> web.StreamResponse:
+    """Make a namespace usable, with the caller's own salt."""
+    values = call.values
+    described = Namespace(
+        model=values.need_text("model"),
+        layout=_layout(values.nested("layout")),
+        tenant_salt=bytes.fromhex(values.text("tenant_salt") or ""),
+        epoch=values.integer("epoch") or 0,
+        **{name: values.text(name) or "" for name in _TEXT_NAMES},
+    )
+    namespace = call.service.tenancy.claim(call.identity, described, is_public=values.flag("public"))
+    digest = call.service.manager.open_namespace(namespace)
+    return json_answer(
+        {
+            "namespace": digest.hex(),
+            "tenant_salt": namespace.tenant_salt.hex(),
+            "block_bytes": namespace.layout.block_bytes,
+        }
+    )
+
+
+async def match(call: Call) -> web.StreamResponse:
+    """Count the leading blocks that are stored, and lease them if that is wanted."""
+    chain, part = call.chain_and_part()
+    if call.values.flag("lease"):
+        return await _match_and_lease(call, chain, part)
+    found = await call.service.manager.match(chain, part=part, timeout_s=call.timeout_s)
+    return json_answer({"blocks": found.blocks, "tiers": found.tiers, "reason": _word(found.reason)})
+
+
+async def lease(call: Call) -> web.StreamResponse:
+    """Load the leading blocks that are stored into memory, and lease them there."""
+    chain, part = call.chain_and_part()
+    owner = call.caller.owner()
+    fetched = await call.service.manager.fetch(chain, owner=owner, part=part, timeout_s=call.timeout_s)
+    origins = tuple([block.origin for block in fetched.blocks])
+    found = PrefixMatch(len(origins), origins, fetched.reason)
+    return json_answer(_leased_answer(call, found, fetched.lease, len(origins)))
+
+
+async def _match_and_lease(call: Call, chain: PrefixChain, part: Part) -> web.StreamResponse:
+    owner = call.caller.owner()
+    leased = await call.service.manager.match_and_lease(
+        chain, owner=owner, part=part, timeout_s=call.timeout_s
+    )
+    return json_answer(_leased_answer(call, leased.match, leased.lease, len(leased.blocks)))
+
+
+def _leased_answer(call: Call, found: PrefixMatch, lease: LeaseId | None, leased: int) -> dict[str, object]:
+    answer: dict[str, object] = {
+        "blocks": found.blocks,
+        "tiers": found.tiers,
+        "reason": _word(found.reason),
+        "lease": None,
+    }
+    if lease is not None:
+        wanted_s, lease_s = call.values.number("lease_s"), call.service.lease_s
+        for_s = lease_s if wanted_s is None else min(wanted_s, lease_s)
+        answer |= {"lease": call.caller.keep(lease, for_s=for_s), "leased": leased, "lease_s": for_s}
+    return answer
+
+
+async def renew(call: Call) -> web.StreamResponse:
+    """Have a lease of the caller's last its full time from now."""
+    lease_s = call.service.lease_s
+    if not call.caller.renew(call.values.need_text("lease"), for_s=lease_s):
+        raise Refused(ErrorCode.UNKNOWN_LEASE, "lease: it has ended, or is not the caller's")
+    return json_answer({"lease_s": lease_s})
+
+
+async def release(call: Call) -> web.StreamResponse:
+    """End a lease of the caller's."""
+    if not call.caller.end_lease(call.values.need_text("lease")):
+        raise Refused(ErrorCode.UNKNOWN_LEASE, "lease: it has ended, or is not the caller's")
+    return json_answer({"released": True})
+
+
+async def exists(call: Call) -> web.StreamResponse:
+    """Say of each key on its own whether it is stored."""
+    namespace = call.namespace()
+    keys = [BlockKey(bytes.fromhex(key)) for key in call.values.texts("keys") or []]
+    present = await call.service.manager.exists(
+        namespace.digest, keys, part=call.part(namespace), timeout_s=call.timeout_s
+    )
+    return json_answer({"present": present})
+
+
+async def prefetch(call: Call) -> web.StreamResponse:
+    """Load the leading blocks that are stored into memory, without a lease."""
+    chain, part = call.chain_and_part()
+    blocks = await call.service.manager.prefetch(chain, part=part, timeout_s=call.timeout_s)
+    return json_answer({"blocks": blocks})
+
+
+async def why(call: Call) -> web.StreamResponse:
+    """Report on every block of a chain."""
+    chain, part = call.chain_and_part()
+    work = call.service.manager.why(chain[:MAX_WHY_BLOCKS], part=part, timeout_s=call.timeout_s)
+    reports = await call.service.late_work.within(work, call.patience_s, "why")
+    return json_answer({"blocks": [_told(call, chain, report) for report in reports]})
+
+
+def _told(call: Call, chain: PrefixChain, report: BlockReport) -> dict[str, object]:
+    """Return a report as its caller may read it: which other namespace pressed is no tenant's business."""
+    told = report.as_dict()
+    if not call.identity.is_operator and report.pressed_by not in ("", chain.namespace.hex()[:12]):
+        told["pressed_by"] = "others"
+    return told
+
+
+def _layout(values: Values) -> KVLayout:
+    texts = {name: values.text(name) for name in ("dtype", "order")}
+    given = texts | {name: values.integer(name) for name in _LAYOUT_NAMES if name not in texts}
+    # The schema gives each member the type of its field.
+    return KVLayout(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+
+def _word(reason: MissReason | None) -> str | None:
+    return None if reason is None else reason.value

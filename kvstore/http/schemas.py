@@ -1,0 +1,255 @@
+"""The JSON Schemas of the API: what requests may hold and answers do hold."""
+
+from typing import Any
+
+from kvstore.http.limits import MAX_KEYS, MAX_TIMEOUT_S
+from kvstore.http.schema import HEX_KEY_PATTERN, Schema
+from kvstore.layout import DTYPE_BYTES, MAX_BLOCK_BYTES
+from kvstore.miss import MissReason
+
+MAX_WHY_BLOCKS = 1000
+"""Blocks that one ``why`` explains."""
+
+_U16 = 0xFFFF
+_U32 = 0xFFFF_FFFF
+_I63 = (1 << 63) - 1
+
+
+def _object(properties: dict[str, Schema], *required: str) -> Schema:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+def _lookup(properties: dict[str, Schema]) -> Schema:
+    """Return the schema of a request about blocks that are named by keys or by tokens."""
+    return {
+        **_object(properties, "namespace"),
+        "oneOf": [{"required": ["keys"]}, {"required": ["tokens"]}],
+    }
+
+
+def _integer(low: int, high: int, text: str = "") -> Schema:
+    return _told({"type": "integer", "minimum": low, "maximum": high}, text)
+
+
+def _count(text: str = "") -> Schema:
+    return _told({"type": "integer", "minimum": 0}, text)
+
+
+def _list(items: Schema, *, most: int, text: str = "", **more: Any) -> Schema:  # Any: JSON
+    return _told({"type": "array", "items": items, "maxItems": most, **more}, text)
+
+
+def _told(schema: dict[str, Any], text: str) -> Schema:  # Any: JSON
+    return {**schema, "description": text} if text else schema
+
+
+def _text(text: str = "", *, most: int = 4096, least: int = 0) -> Schema:
+    return _told({"type": "string", "minLength": least, "maxLength": most}, text)
+
+
+KEY: Schema = {"type": "string", "pattern": HEX_KEY_PATTERN}
+BLOCK_KEY: Schema = {**KEY, "description": "Key of the block."}
+LEASE_NAME: Schema = {"type": "string", "pattern": "^[0-9a-f]{32}$", "description": "Name of the lease."}
+NAMESPACE: Schema = {**KEY, "description": "Digest of an open namespace."}
+CHECKSUM: Schema = {"type": "string", "pattern": "^[0-9a-f]{16}$", "description": "xxh3-64 of a payload."}
+PARENT: Schema = {**KEY, "description": "Key of the block before the first; given exactly if start is not 0."}
+START = _integer(0, _U32, "Index of the first block in its token sequence.")
+TIMEOUT: Schema = {
+    "type": "number",
+    "minimum": 0,
+    "maximum": MAX_TIMEOUT_S,
+    "description": "Seconds that the store may take; what is not ready then is a miss.",
+}
+REASON: Schema = {
+    "type": ["string", "null"],
+    "enum": [None, *sorted(reason.value for reason in MissReason)],
+    "description": "Why no more blocks are served; null if all are.",
+}
+PART_TEXT: Schema = {
+    "type": "string",
+    "pattern": "^[0-9]{1,5},[0-9]{1,5},[0-9]{1,5},[0-9]{1,5}$",
+    "description": "Part of the block: first layer, that after the last, first KV head, that after the last.",
+}
+_PART = _list(
+    _integer(0, _U16),
+    most=4,
+    minItems=4,
+    text="Part of each block: first layer, that after the last, first KV head, that after the last.",
+)
+_KEYS = _list(KEY, most=MAX_KEYS, uniqueItems=True, text="Keys of consecutive blocks.")
+_CHAIN: dict[str, Schema] = {
+    "namespace": NAMESPACE,
+    "keys": _KEYS,
+    "start": START,
+    "parent": PARENT,
+    "part": _PART,
+}
+_TOKENS = _list(
+    _integer(0, _U32),
+    most=1 << 20,
+    text="In place of keys: the tokens of a whole sequence; its full blocks are meant.",
+)
+_LOOKUP: dict[str, Schema] = {**_CHAIN, "tokens": _TOKENS, "timeout_s": TIMEOUT}
+_LEASE_S: Schema = {
+    "type": "number",
+    "minimum": 0,
+    "maximum": 3600,
+    "description": "Seconds until the lease ends by itself; at most lease_s of [store].",
+}
+
+MATCH = _lookup(
+    {
+        **_LOOKUP,
+        "lease": {"type": "boolean", "description": "Lease those of them that are in memory."},
+        "lease_s": _LEASE_S,
+    }
+)
+LEASE = _lookup({**_LOOKUP, "lease_s": _LEASE_S})
+LOOKUP = _lookup(_LOOKUP)
+EXISTS = _object(
+    {
+        "namespace": NAMESPACE,
+        "keys": _list(KEY, most=MAX_KEYS, text="Keys of blocks, in any order."),
+        "part": _PART,
+        "timeout_s": TIMEOUT,
+    },
+    "namespace",
+    "keys",
+)
+WHY = _lookup(
+    {
+        **_LOOKUP,
+        "keys": _list(KEY, most=MAX_WHY_BLOCKS, uniqueItems=True, text="Keys of consecutive blocks."),
+    }
+)
+STORE_HEAD = _object(
+    {
+        **_CHAIN,
+        "length_bytes": _count("Bytes of each payload, to be compared."),
+        "checksums": _list(CHECKSUM, most=MAX_KEYS, text="One per key; a block with another is not stored."),
+        "timeout_s": TIMEOUT,
+    },
+    "namespace",
+    "keys",
+)
+OPEN_NAMESPACE = _object(
+    {
+        "model": _text("Name of the model."),
+        "layout": _object(
+            {
+                "dtype": {"type": "string", "enum": list(DTYPE_BYTES)},
+                "num_layers": _integer(1, _U16),
+                "block_tokens": _integer(1, _U16),
+                "num_kv_heads": _integer(1, _U16),
+                "head_dim": _integer(1, MAX_BLOCK_BYTES),
+                "kv_planes": _integer(1, _U16, "Default: 2, keys and values."),
+                "order": _text("Order of the axes.", most=64, least=1),
+            },
+            "dtype",
+            "num_layers",
+            "block_tokens",
+            "num_kv_heads",
+            "head_dim",
+        ),
+        "weights": _text("Digest or revision of the weights."),
+        "tokenizer": _text("Digest of the tokenizer."),
+        "adapter": _text("Digest of the adapter; empty: none."),
+        "rope": _text("The rotary parameters in force."),
+        "epoch": _integer(0, _I63, "Epoch of the model."),
+        "tenant_salt": {
+            "type": "string",
+            "pattern": "^([0-9a-f]{2}){0,4096}$",
+            "description": "Of the caller's tenant; best left out: the server fills it in.",
+        },
+        "public": {"type": "boolean", "description": "Ask for the namespace that tenants share."},
+    },
+    "model",
+    "layout",
+)
+FLUSH = _object({"timeout_s": TIMEOUT})
+CHECK = _object(
+    {"sample_blocks": _integer(0, 1_000_000, "Blocks whose bytes are read."), "timeout_s": TIMEOUT}
+)
+EPOCH = _object({"model": _text("Name of the model.")}, "model")
+
+ERROR = _object(
+    {"error": _object({"code": {"type": "string"}, "message": {"type": "string"}}, "code", "message")},
+    "error",
+)
+MISS = _object(
+    {
+        "error": ERROR["properties"]["error"],
+        "reason": {**REASON, "type": "string", "enum": REASON["enum"][1:]},
+    },
+    "error",
+)
+IDENTITY_ANSWER = _object(
+    {"name": {"type": "string"}, "tenant": {"type": "string"}, "scopes": _list({"type": "string"}, most=3)},
+    "name",
+    "tenant",
+    "scopes",
+)
+NAMESPACE_ANSWER = _object(
+    {
+        "namespace": NAMESPACE,
+        "tenant_salt": {
+            "type": "string",
+            "description": "The salt in force, in hex; a secret of the tenant.",
+        },
+        "block_bytes": _count("Bytes of a whole block."),
+    },
+    "namespace",
+    "tenant_salt",
+    "block_bytes",
+)
+MATCH_ANSWER = _object(
+    {
+        "blocks": _count("Leading blocks that are stored."),
+        "tiers": _list({"type": "string"}, most=MAX_KEYS, text="Fastest tier of each."),
+        "reason": REASON,
+        "lease": {
+            "type": ["string", "null"],
+            "description": "Name that the lease is ended by; null: there is none.",
+        },
+        "leased": _count("Leading blocks that are leased."),
+        "lease_s": {"type": "number", "description": "Seconds until it ends by itself."},
+    },
+    "blocks",
+    "tiers",
+    "reason",
+)
+EXISTS_ANSWER = _object(
+    {"present": _list({"type": "boolean"}, most=MAX_KEYS, text="One per key.")}, "present"
+)
+PREFETCH_ANSWER = _object({"blocks": _count("Leading blocks that are in memory.")}, "blocks")
+WHY_ANSWER = _object(
+    {"blocks": _list({"type": "object"}, most=MAX_WHY_BLOCKS, text="One report per block.")}, "blocks"
+)
+PUT_ANSWER = _object(
+    {
+        "stored": _count("Blocks stored by this request."),
+        "present": _count("Blocks that were stored already."),
+        "dropped": _count("Blocks that found no room."),
+        "doubtful": _list(_count(), most=MAX_KEYS, text="Positions of blocks not known to be stored."),
+    },
+    "stored",
+    "present",
+    "dropped",
+)
+DROP_ANSWER = _object({"dropped": _count("Blocks that lost a copy.")}, "dropped")
+DEMOTE_ANSWER = _object({"demoted": _count("Blocks that left memory.")}, "demoted")
+RENEW_ANSWER = _object({"lease_s": {"type": "number"}}, "lease_s")
+RELEASE_ANSWER = _object({"released": {"type": "boolean"}}, "released")
+FLUSH_ANSWER = _object(
+    {"flushed": {"type": "boolean", "description": "Whether all was written in time."}}, "flushed"
+)
+CHECK_ANSWER = _object({"problems": _list({"type": "string"}, most=200)}, "problems")
+EPOCH_ANSWER = _object({"epoch": _count("The new epoch.")}, "epoch")
+NAMESPACES_ANSWER = _object({"namespaces": _list({"type": "object"}, most=256)}, "namespaces")
+STATUS_ANSWER = _object({"status": {"type": "string"}}, "status")
+ANY_OBJECT: Schema = {"type": "object"}

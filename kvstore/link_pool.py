@@ -1,0 +1,176 @@
+"""LinkPool: the connections of a blocking client in one process."""
+
+import os
+import threading
+import time
+
+from kvstore.arena_link import ArenaCache
+from kvstore.calls import Connection
+from kvstore.client_state import ClientState
+from kvstore.errors import InvalidRequest, ServerUnavailable, TimedOut
+from kvstore.link import Dial, Link
+from kvstore.shared_link import SharedLink
+
+MAX_LINKS = 16
+"""Connections one client holds at most for calls of one thread each; further threads wait their turn, within
+their call's time. One more is shared by everything that is held: leases and reserved slots."""
+
+
+class LinkPool:
+    """Connections of one process: some used by one call at a time, and one that is shared. Thread-safe."""
+
+    def __init__(self, dial: Dial, state: ClientState, *, is_read_only: bool) -> None:
+        self.pid = os.getpid()
+        self.arenas = ArenaCache()
+        self._dial = dial
+        self._state = state
+        self._is_read_only = is_read_only
+        self._idle: list[Link] = []
+        self._num_links = 0
+        self._num_waiting = 0
+        self._shared: SharedLink | None = None
+        self._sharing = threading.Lock()
+        self._is_closed = False
+        self._changed = threading.Condition()
+
+    def shared(self, deadline_s: float, holder: Connection | None) -> SharedLink:
+        """Return the connection that everything held belongs to, made if there is none.
+
+        With ``holder`` only that very one will do.
+
+        Raises:
+            ServerUnavailable: no server answers (TimedOut: in time), or the holder is gone.
+        """
+        shared = self._shared
+        if holder is not None:
+            if shared is None or shared is not holder or shared.is_lost:
+                raise ServerUnavailable("server: the connection that held it has ended, and it with that")
+            return shared
+        if not self._sharing.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+            raise TimedOut("client: no connection in time")
+        try:
+            if self._is_closed:
+                raise InvalidRequest("client: it is closed")
+            if self._shared is None or self._shared.is_lost:
+                self._state.check_may_connect()
+                if self._shared is not None:
+                    self._shared.close()
+                self._shared = self._connect_shared(deadline_s)
+            return self._shared
+        finally:
+            self._sharing.release()
+
+    def close(self) -> None:
+        """Close every connection; one in use by one call is closed when its call ends."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._close_idle_if_closed()
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            shared.close()
+        self.arenas.forget()
+
+    def forget(self) -> None:
+        """Let go of what was inherited from a parent process; its connections go on there."""
+        for link in self._idle:
+            link.close()
+        if self._shared is not None:
+            self._shared.close()
+
+    def take(self, deadline_s: float, *, is_control: bool) -> Link:
+        """Return a connection for one call, to be given back.
+
+        Raises:
+            InvalidRequest: the client is closed.
+            ServerUnavailable: no server answers (TimedOut: in time, or none becomes free in time).
+        """
+        while True:
+            link = self._pop_idle() or self._wait_for_link(deadline_s, is_control=is_control)
+            if link is None:
+                return self._connect(deadline_s)
+            if link.is_usable and not self._is_closed:
+                return link
+            self._close(link)
+
+    def give_back(self, link: Link) -> None:
+        """Take a connection back after its call; one in doubt is closed."""
+        if not link.is_clean or self._is_closed:
+            self._close(link)
+            return
+        self._idle.append(link)
+        # Whoever waits has said so before it looked for an idle one, so it has seen this one or is told.
+        if self._num_waiting or self._is_closed:
+            with self._changed:
+                self._changed.notify()
+            self._close_idle_if_closed()
+
+    def _wait_for_link(self, deadline_s: float, *, is_control: bool) -> Link | None:
+        """Return an idle connection, or None if one more may be made, which is counted already."""
+        with self._changed:
+            self._num_waiting += 1
+            try:
+                while True:
+                    if self._is_closed:
+                        raise InvalidRequest("client: it is closed")
+                    link = self._pop_idle()
+                    if link is not None:
+                        return link
+                    if self._num_links < MAX_LINKS:
+                        if not is_control:
+                            self._state.check_may_connect()
+                        self._num_links += 1
+                        return None
+                    if not self._changed.wait(max(0.0, deadline_s - time.monotonic())):
+                        raise TimedOut(f"client: all {MAX_LINKS} connections are in use")
+            finally:
+                self._num_waiting -= 1
+
+    def _connect(self, deadline_s: float) -> Link:
+        link: Link | None = None
+        try:
+            link = Link.open(self._dial, self.arenas, deadline_s, is_read_only=self._is_read_only)
+        finally:
+            if link is None:
+                self._state.note_not_connected()
+                with self._changed:
+                    self._num_links -= 1
+                    self._changed.notify()
+        assert link is not None
+        if self._is_closed:
+            self._close(link)
+            self.arenas.forget()
+            raise ServerUnavailable("client: it was closed meanwhile")
+        self._state.note_connected(link.welcome.instance)
+        return link
+
+    def _connect_shared(self, deadline_s: float) -> SharedLink:
+        link: SharedLink | None = None
+        try:
+            link = SharedLink.open(self._dial, self.arenas, deadline_s, is_read_only=self._is_read_only)
+        finally:
+            if link is None:
+                self._state.note_not_connected()
+        assert link is not None
+        if self._is_closed:
+            link.close()
+            self.arenas.forget()
+            raise ServerUnavailable("client: it was closed meanwhile")
+        self._state.note_connected(link.welcome.instance)
+        return link
+
+    def _close_idle_if_closed(self) -> None:
+        while self._is_closed and (link := self._pop_idle()) is not None:
+            self._close(link)
+
+    def _pop_idle(self) -> Link | None:
+        try:
+            return self._idle.pop()  # one step of the interpreter: no lock is needed for it
+        except IndexError:
+            return None
+
+    def _close(self, link: Link) -> None:
+        link.close()
+        with self._changed:
+            self._num_links -= 1
+            self._changed.notify()
