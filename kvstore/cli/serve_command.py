@@ -9,6 +9,7 @@ import resource
 import signal
 
 from kvstore.config import Config, load_config
+from kvstore.core_dumps import forbid_core_dumps
 from kvstore.running import serving
 
 
@@ -37,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(
         level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    if config.encryption is not None:
+        forbid_core_dumps()
     asyncio.run(_serve(config, as_json=args.json))
     return 0
 

@@ -22,6 +22,7 @@ from kvstore.messages import (
     Demote,
     Done,
     Drop,
+    Erase,
     Exists,
     Failed,
     FailureCode,
@@ -63,6 +64,7 @@ from kvstore.messages import (
     encode_message,
 )
 from kvstore.miss import MissReason
+from kvstore.tenant import TenantId
 from kvstore.wire import MAX_BODY_BYTES, MAX_KEYS, Frame, FrameDecoder, decode_body, encode_frame
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_frames.json").read_text())
@@ -103,6 +105,8 @@ REQUESTS: dict[str, Request] = {
     "demote": Demote(_TAIL, 50_000),
     "advance_epoch": AdvanceEpoch("org/model"),
     "list_namespaces": ListNamespaces(),
+    "erase_tenant": Erase(TenantId(bytes(range(32))), None),
+    "erase_namespace": Erase(None, _DIGEST),
     "exists": Exists(KeySet(_DIGEST, (*_KEYS, _KEYS[0])), 50_000),
     "exists_part": Exists(KeySet(_DIGEST, _KEYS, Part(0, 2, 1, 3)), 50_000),
     "lease_chain": LeaseChain(_TAIL, 50_000),
