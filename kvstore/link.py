@@ -203,6 +203,7 @@ class Link:
         if not poll(1e3 * _patience_s(deadline_s)):
             raise TimeoutError
 
+
 def _poll(sock: socket.socket, events: int) -> "select.poll":
     poll = select.poll()
     poll.register(sock, events)

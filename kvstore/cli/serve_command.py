@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 
+from kvstore.awake_selector import AwakeSelector
 from kvstore.config import Config, load_config
 from kvstore.running import serving
 
@@ -34,8 +35,13 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(
         level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    asyncio.run(_serve(config, as_json=args.json))
+    with asyncio.Runner(loop_factory=_new_loop) as runner:
+        runner.run(_serve(config, as_json=args.json))
     return 0
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    return asyncio.SelectorEventLoop(AwakeSelector())
 
 
 async def _serve(config: Config, *, as_json: bool) -> None:
