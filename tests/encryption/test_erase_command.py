@@ -1,0 +1,198 @@
+"""``kvstore erase`` and the client's call, against a real server."""
+
+import contextlib
+import ctypes
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore import AsyncKVStore, KVStore, MissReason
+from kvstore.cli import main
+from kvstore.drill.blocks import payloads_of
+from kvstore.drill.store_process import MIB, StoreProcess, StoreSettings
+from kvstore.errors import InvalidRequest
+from kvstore.keys import Namespace, PrefixChain
+from kvstore.results import EraseReport
+from tests.encryption.node import ANN, BLOCK_BYTES, BOB, MASTER, files_in, plaintext_windows, space_of
+from tests.redis_server import RedisServer
+
+Run = Callable[..., tuple[int, str, str]]
+ONE_KEY = {
+    "is_complete": True,
+    "keys": 1,
+    "blocks": {"dram": 8, "ssd": 8},
+    "leased_blocks": 0,
+    "problems": [],
+}
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *, redis_url: str = "", is_encrypted: bool = True) -> Iterator[StoreProcess]:
+    folder.mkdir(exist_ok=True)
+    keys = folder / "master"
+    keys.write_text(MASTER)
+    settings = StoreSettings(
+        dram_bytes=4 * MIB,
+        ssd_bytes=4 * MIB,
+        ssd_folder=folder / "ssd",
+        redis_url=redis_url,
+        master_keys=keys if is_encrypted else None,
+    )
+    with StoreProcess(folder, settings) as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProcess]:
+    with serving(tmp_path_factory.mktemp("store")) as running:
+        yield running
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], store: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("KVSTORE_SOCKET", str(store.socket_path))
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        status = main(arguments)
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return call
+
+
+def put(store: StoreProcess, space: Namespace) -> PrefixChain:
+    """Store eight blocks, in every tier."""
+    chain = space.chain(range(32))
+    with KVStore.connect(store.socket_path) as client:
+        client.open_namespace(space)
+        result = client.put(chain, payloads_of(chain, BLOCK_BYTES), timeout_s=10)
+        assert result.stored + result.present == 8
+        assert client.flush(timeout_s=30)
+    return chain
+
+
+def matched(store: StoreProcess, space: Namespace) -> tuple[int, MissReason | None]:
+    with KVStore.connect(store.socket_path) as client:
+        client.open_namespace(space)
+        found = client.match(space.chain(range(32)), timeout_s=10)
+    return found.blocks, found.reason
+
+
+def test_a_tenant_is_erased_by_its_salt(run: Run, store: StoreProcess, tmp_path: Path) -> None:
+    put(store, ANN)
+    put(store, BOB)
+    (tmp_path / "salt").write_bytes(ANN.tenant_salt)
+
+    status, out, _ = run("erase", "--salt-file", str(tmp_path / "salt"), "--json")
+
+    assert (status, json.loads(out)) == (0, ONE_KEY)
+    assert matched(store, ANN) == (0, MissReason.ERASED)
+    assert matched(store, BOB) == (8, None)
+    status, out, _ = run("erase", "--salt", BOB.tenant_salt.hex())
+    assert (status, out) == (0, "1 keys destroyed\n8 blocks forgotten in dram\n8 blocks forgotten in ssd\n")
+
+
+def test_a_tenant_is_erased_by_a_namespace_that_is_open(run: Run, store: StoreProcess) -> None:
+    put(store, ANN)
+    with KVStore.connect(store.socket_path) as client:
+        client.open_namespace(ANN)
+        client.match(ANN.chain(range(32)))
+        status, out, _ = run("erase", "--namespace", ANN.digest.hex(), "--json")
+    assert (status, json.loads(out)) == (0, ONE_KEY)
+    assert matched(store, ANN) == (0, MissReason.ERASED)
+
+
+def test_what_belongs_to_no_tenant_is_erased_too(run: Run, store: StoreProcess) -> None:
+    put(store, space_of(b""))
+    assert json.loads(run("erase", "--public", "--json")[1]) == ONE_KEY
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--salt", "00", "--public"],
+        ["--salt", "secret"],
+        ["--namespace", "00"],
+        ["--namespace", "00" * 32],
+        ["--salt-file", "/nonexistent"],
+    ],
+    ids=" ".join,
+)
+def test_bad_input_is_one_line_that_shows_no_salt(run: Run, arguments: list[str]) -> None:
+    status, out, err = run("erase", *arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith("kvstore: ")
+    assert err.count("\n") == 1
+    assert "secret" not in err
+
+
+async def test_both_clients_erase(store: StoreProcess) -> None:
+    put(store, ANN)
+    async with await AsyncKVStore.connect(store.socket_path) as client:
+        report = await client.erase_tenant(ANN.tenant_salt)
+        again = await client.erase_tenant(ANN.tenant_salt)
+    assert report == EraseReport(1, {"dram": 8, "ssd": 8})
+    assert again == EraseReport(0, {})
+
+
+def test_without_encryption_there_is_nothing_to_erase(tmp_path: Path) -> None:
+    with (
+        serving(tmp_path / "plain", is_encrypted=False) as plain,
+        KVStore.connect(plain.socket_path) as client,
+    ):
+        with pytest.raises(InvalidRequest, match="not configured"):
+            client.erase_tenant(b"salt")
+        assert client.stats()["encryption"] == {"is_on": False}
+
+
+def test_an_erasure_that_redis_does_not_take_is_a_problem_and_is_told_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    redis = RedisServer(tmp_path / "redis").start()
+    try:
+        with serving(tmp_path / "one", redis_url=redis.url) as one:
+            put(one, ANN)
+            redis.kill()
+            status = main(
+                ["erase", "--salt", ANN.tenant_salt.hex(), "--store", str(one.socket_path), "--json"]
+            )
+            printed = capsys.readouterr()
+            assert status == 1
+            assert json.loads(printed.out)["problems"] == ["remote: does not take the erasure now"]
+            assert "tried on" in printed.err
+    finally:
+        redis.stop()
+
+
+def test_a_killed_server_keeps_what_it_has_erased_erased(tmp_path: Path) -> None:
+    with serving(tmp_path / "one") as one:
+        chain = put(one, ANN)
+        put(one, BOB)
+        with KVStore.connect(one.socket_path) as client:
+            client.erase_tenant(ANN.tenant_salt)
+        one.kill()
+        assert plaintext_windows(files_in(tmp_path / "one" / "ssd"), chain.keys) == 0
+        one.start()
+        assert matched(one, ANN)[0] == 0
+        assert matched(one, BOB) == (8, None)
+
+
+def test_a_server_with_encryption_leaves_no_core_dump(store: StoreProcess) -> None:
+    limits = Path(f"/proc/{store.process.pid}/limits").read_text()
+    (line,) = [line for line in limits.splitlines() if line.startswith("Max core file size")]
+    assert line.split()[4:6] == ["0", "0"]
+
+
+def test_a_process_that_forbids_core_dumps_is_not_dumpable() -> None:
+    code = (
+        "import ctypes; from kvstore.core_dumps import forbid_core_dumps; forbid_core_dumps();"
+        " print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n"
+    assert ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) == 1
