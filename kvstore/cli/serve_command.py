@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 
+from kvstore.awake_selector import AwakeSelector
 from kvstore.config import Config, load_config
 from kvstore.core_dumps import forbid_core_dumps
 from kvstore.running import serving
@@ -40,8 +41,13 @@ def run(args: argparse.Namespace) -> int:
     )
     if config.encryption is not None:
         forbid_core_dumps()
-    asyncio.run(_serve(config, as_json=args.json))
+    with asyncio.Runner(loop_factory=_new_loop) as runner:
+        runner.run(_serve(config, as_json=args.json))
     return 0
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    return asyncio.SelectorEventLoop(AwakeSelector())
 
 
 async def _serve(config: Config, *, as_json: bool) -> None:

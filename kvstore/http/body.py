@@ -120,6 +120,15 @@ class Body:
         self._num_read_bytes += len(piece)
         return piece
 
+    async def begin(self) -> None:
+        """Wait until something of it has come, so that nothing is done for a client that sends nothing.
+
+        Raises:
+            Refused: it is too slow, or breaks HTTP.
+        """
+        if not self._rest:
+            self._rest = memoryview(await self._receive())
+
     async def require_end(self) -> None:
         """Check that nothing follows.
 

@@ -50,6 +50,14 @@ async def test_an_idle_connection_is_closed_and_is_not_called_slow():
         assert store.counters.slow_clients == 0
 
 
+async def test_a_client_that_sends_no_body_gets_no_slot(store, client):
+    async with RawClient.connected(store.face) as raw:
+        await raw.say(head("PUT", client.block_path(CHAIN), Content_Length=BLOCK_BYTES))
+        await until(lambda: store.counters.requests["put_block"] == 1)
+        await client.get("/healthz")
+        assert store.dram.used_bytes == 0
+
+
 @pytest.mark.parametrize("num_bytes", [0, 1, BLOCK_BYTES - 1])
 async def test_a_body_that_stalls_gives_its_slot_back(num_bytes):
     async with http_store(limits=QUICK) as store, store.client() as client:
@@ -257,6 +265,7 @@ async def test_requests_under_way_are_answered_before_the_end_and_new_ones_refus
         await client.open()
         async with RawClient.connected(store.face) as raw:
             await raw.say(head("PUT", client.block_path(CHAIN), Content_Length=BLOCK_BYTES))
+            await raw.say(payload(CHAIN.keys[0])[:100])
             await until(lambda: store.dram.used_bytes == BLOCK_BYTES)
             stopping = asyncio.create_task(store.face.stop(drain_s=30))
             await asyncio.sleep(0)
@@ -265,7 +274,7 @@ async def test_requests_under_way_are_answered_before_the_end_and_new_ones_refus
             assert (refused.status, refused.code) == (503, "unavailable")
             assert (await client.get("/readyz")).json == {"status": "draining"}
 
-            await raw.say(payload(CHAIN.keys[0]))
+            await raw.say(payload(CHAIN.keys[0])[100:])
             assert (await raw.hear_answer())[0] == 201
             await stopping
 
@@ -275,6 +284,7 @@ async def test_a_request_that_does_not_end_is_given_up_at_the_end():
         await client.open()
         async with RawClient.connected(store.face) as raw:
             await raw.say(head("PUT", client.block_path(CHAIN), Content_Length=BLOCK_BYTES))
+            await raw.say(b"x")
             await until(lambda: store.dram.used_bytes == BLOCK_BYTES)
             await store.face.stop(drain_s=0.05)
             assert await raw.hear_all() == b""

@@ -154,7 +154,8 @@ class _BoundedConnection(Connection):
         )
         self._open_socket = open_socket
 
-    def _connect(self) -> _BoundedSocket:
+    # redis-py only sends to, receives from and closes what this returns.
+    def _connect(self) -> _BoundedSocket:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self._open_socket()
 
 
