@@ -51,12 +51,16 @@ class LinkPool:
         try:
             if self._is_closed:
                 raise InvalidRequest("client: it is closed")
-            if self._shared is None or self._shared.is_lost:
+            shared = self._shared
+            if shared is None or shared.is_lost:
                 self._state.check_may_connect()
-                if self._shared is not None:
-                    self._shared.close()
-                self._shared = self._connect_shared(deadline_s)
-            return self._shared
+                if shared is not None:
+                    shared.close()
+                self._shared = shared = self._connect_shared(deadline_s)
+                if self._is_closed:
+                    # ``close`` may have looked before it was there to be closed.
+                    shared.close()
+            return shared
         finally:
             self._sharing.release()
 
