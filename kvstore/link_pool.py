@@ -57,12 +57,15 @@ class LinkPool:
                 if shared is not None:
                     shared.close()
                 self._shared = shared = self._connect_shared(deadline_s)
-                if self._is_closed:
-                    # ``close`` may have looked before it was there to be closed.
-                    shared.close()
+                self._close_if_closed(shared)
             return shared
         finally:
             self._sharing.release()
+
+    def _close_if_closed(self, shared: SharedLink) -> None:
+        """``close`` may have looked before it was there to be closed."""
+        if self._is_closed:
+            shared.close()
 
     def close(self) -> None:
         """Close every connection; one in use by one call is closed when its call ends."""
