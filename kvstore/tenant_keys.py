@@ -31,10 +31,10 @@ class HeldKey:
 class TenantState:
     """What is known of one tenant.
 
-    ``erased`` counts its erased keys, ``erasure`` is the stored form of that, ``told`` how many of those other
-    nodes were told of; ``is_untold`` says that an erasure of this node is among the others. The first of
-    ``held`` is for new copies, the rest open older ones; ``is_published`` says that the first is in the remote
-    tier, ``is_foreign`` that a key there was made with a master key that is not here. ``asked_s`` and
+    ``erased`` counts its erased keys, ``erasure`` is the stored form of that, ``told`` how many of those
+    other nodes were told of; ``is_untold`` says that an erasure of this node is among the others. The first
+    of ``held`` is for new copies, the rest open older ones; ``is_published`` says that the first is in the
+    remote tier, ``is_foreign`` that a key there was made with a master key that is not here. ``asked_s`` and
     ``looked_s`` are when the tenant was last asked for because somebody wanted a key, and when its key's
     record was last read. ``closings`` counts erasures whose blocks are still being forgotten: until then
     nothing is sealed, since it could be one of those.
