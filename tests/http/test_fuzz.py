@@ -131,7 +131,7 @@ async def tell(face, data):
 @pytest.mark.parametrize("which", ["mutated", "made up"])
 async def test_what_is_no_request_is_never_a_failure(which):
     rng = random.Random(f"http {which}")
-    quick = Limits(header_s=0.2, idle_s=0.2, stall_s=0.2)
+    quick = Limits(header_s=0.4, idle_s=0.4, stall_s=0.4)
     seen = Counter()
     async with http_store(limits=quick) as store, store.client() as client:
         await client.open()
