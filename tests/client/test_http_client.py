@@ -331,6 +331,24 @@ def test_an_answer_of_another_form_is_a_counted_miss(body: bytes, chain: PrefixC
         assert client.client_stats().protocol_errors == 1
 
 
+@pytest.mark.parametrize("body", [b"", b'{"blocks": 0, "tiers": [], "reason": null}'], ids=["none", "part"])
+def test_a_server_that_dies_in_its_answer_is_called_unavailable_and_no_liar(
+    body: bytes, chain: PrefixChain
+) -> None:
+    answer = reply(body, length=len(body) + 100)
+    with answering(answer) as url, KVStore.connect(url, timeouts=PATIENT) as client:
+        client._state.open_namespace(NAMESPACE)
+        assert client.match(chain).reason is MissReason.UNAVAILABLE
+        assert client.client_stats().protocol_errors == 0
+
+
+def test_a_server_that_dies_in_the_head_of_a_fetch_is_no_liar(chain: PrefixChain) -> None:
+    with answering(reply(b"\x10\0", length=100)) as url, KVStore.connect(url, timeouts=PATIENT) as client:
+        client._state.open_namespace(NAMESPACE)
+        assert client.get(chain) == []
+        assert client.client_stats().protocol_errors == 0
+
+
 @pytest.mark.parametrize("raw", [b"SSH-2.0-x\r\n", b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 1000, b"\0" * 100])
 def test_a_server_that_speaks_something_else_is_a_miss(raw: bytes, chain: PrefixChain) -> None:
     def answer(stream: socket.socket) -> None:
