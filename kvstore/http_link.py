@@ -201,11 +201,12 @@ class HttpLink:
             return
         places = self._lookup.places(deadline_s)
         failure: OSError = TimeoutError()
-        for family, where in places:
+        for index, (family, where) in enumerate(places):
             plain = _TimedSocket(family, socket.SOCK_STREAM)
             plain.deadline_s = deadline_s
             try:
-                plain.settimeout(_patience_s(deadline_s))
+                # An address that swallows everything leaves the others their share of the time.
+                plain.settimeout(_patience_s(deadline_s) / (len(places) - index))
                 plain.connect(where)
                 plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._socket = plain if self._tls is None else self._encrypted(self._tls, plain, deadline_s)

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from kvstore.checksum import checksum
 from kvstore.errors import Forbidden, InvalidConfig, InvalidRequest, ServerUnavailable, Unauthorized
 from kvstore.keyring_file import add_key, create_keyring, remove_key
 from kvstore.server_address import HttpAddress, parse_http_address
+from tests.black_hole import black_hole
 from tests.client.conftest import BLOCK_BYTES, NAMESPACE, PATIENT
 from tests.redis_server import free_port
 from tests.store_process import StoreProcess
@@ -358,6 +360,20 @@ def test_a_server_that_speaks_something_else_is_a_miss(raw: bytes, chain: Prefix
     with answering(answer) as url, KVStore.connect(url, timeouts=PATIENT) as client:
         client._state.open_namespace(NAMESPACE)
         assert client.match(chain).blocks == 0
+
+
+def test_an_address_that_swallows_everything_does_not_hide_the_next_one(chain: PrefixChain) -> None:
+    with (
+        black_hole() as silent,
+        answering(reply(b'{"blocks": 0, "tiers": [], "reason": null}')) as url,
+        KVStore.connect(url, timeouts=PATIENT) as client,
+    ):
+        client._state.open_namespace(NAMESPACE)
+        address = parse_http_address(url)
+        places = [(socket.AF_INET, silent), (socket.AF_INET, (address.host, address.port))]
+        client._transport._lookup._found = found = Future()
+        found.set_result(places)
+        assert client.match(chain, timeout_s=6).reason is None
 
 
 def test_a_redirect_is_not_followed(chain: PrefixChain) -> None:
