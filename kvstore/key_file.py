@@ -10,15 +10,17 @@ overwritten bytes is out of reach.)
 """
 
 import contextlib
+import hashlib
 import os
 import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from kvstore.checksum import checksum
 from kvstore.errors import CorruptBlock
 
+_NAME = "keys"
 _MAGIC = b"KVKEYS\0\1"
 _HEAD = struct.Struct("<8sQ")
 _SUM = struct.Struct("<Q")
@@ -27,11 +29,20 @@ _NO_FOLLOW = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class KeyFile:
-    """Small files with the same content, one per disk, each replaced as a whole. Methods block."""
+    """Small files with the same content, one per disk, each replaced as a whole. Methods block.
 
-    def __init__(self, paths: Sequence[Path], *, record_bytes: int) -> None:
-        self._paths = tuple(paths)
+    ``in_use`` returns the folders that are this store's at the time: no file in another one is touched, since
+    its keys may be another store's.
+    """
+
+    def __init__(
+        self, folders: Sequence[Path], *, record_bytes: int, in_use: Callable[[], Collection[Path]]
+    ) -> None:
+        self._folders = tuple(folders)
         self._record_bytes = record_bytes
+        self._in_use = in_use
+        self._seen: set[Path] = set()
+        self._written: dict[Path, bytes] = {}
 
     def read(self) -> tuple[list[bytes], list[str]]:
         """Return the records of all sound files, and one line for each file that is damaged.
@@ -40,7 +51,12 @@ class KeyFile:
         """
         records: dict[bytes, None] = {}
         problems: list[str] = []
-        for path in self._paths:
+        self._seen = set(self._in_use())
+        self._written.clear()
+        for folder in self._folders:
+            if folder not in self._seen:
+                continue
+            path = folder / _NAME
             with contextlib.suppress(OSError):
                 _clean(path)
             try:
@@ -50,12 +66,21 @@ class KeyFile:
         return list(records), problems
 
     def write(self, records: Sequence[bytes]) -> list[str]:
-        """Replace the files durably; one line for each that could not be."""
+        """Replace the files durably; one line for each that could not be. What holds the same stays."""
         body = _HEAD.pack(_MAGIC, len(records)) + b"".join(records)
+        digest = hashlib.sha256(body).digest()
         problems: list[str] = []
-        for path in self._paths:
+        ours = self._in_use()
+        for folder in self._folders:
+            path = folder / _NAME
+            if folder not in ours:
+                problems.append(f"{path}: its folder is not in use by this store now")
+                continue
+            if self._written.get(path) == digest:
+                continue
             try:
                 _replace(path, body + _SUM.pack(checksum(body)))
+                self._written[path] = digest
             except OSError as error:
                 problems.append(
                     f"{path}: cannot be written: {error.strerror}: make room, or let us write there"
@@ -65,7 +90,11 @@ class KeyFile:
     @property
     def num_files(self) -> int:
         """How many files there are to be."""
-        return len(self._paths)
+        return len(self._folders)
+
+    def has_come(self) -> bool:
+        """Return whether a folder is in use that was not when the files were read."""
+        return not self._seen.issuperset(self._in_use())
 
     def _read(self, path: Path) -> list[bytes]:
         try:

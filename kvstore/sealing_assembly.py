@@ -1,7 +1,8 @@
 """Puts encryption between a manager and the tiers below memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from kvstore.epochs import EPOCH_RECORDS
 from kvstore.erasing import Encryption
@@ -15,6 +16,15 @@ from kvstore_tiers.dram import DramTier
 from kvstore_tiers.sealed import SealedTier
 
 _PLAIN = frozenset({EPOCH_RECORDS, KEY_RECORDS})
+
+
+@runtime_checkable
+class _OnDisk(Protocol):
+    """A tier that has folders of its own."""
+
+    @property
+    def folders(self) -> Collection[Path]:
+        """Those that it has open."""
 
 
 def seal(
@@ -34,10 +44,13 @@ def seal(
     """
     masters = MasterKeys.parse(master_keys, key="[encryption] keys")
     shared = next((tier for tier in lower if tier.medium is Medium.REMOTE), None)
-    paths = [folder / "keys" for folder in folders]
+    on_disk = next((tier for tier in lower if isinstance(tier, _OnDisk)), None)
+    file: KeyFile | None = None
+    if on_disk is not None:
+        file = KeyFile(folders, record_bytes=RECORD_BYTES, in_use=lambda: on_disk.folders)
     vault = Vault(
         masters,
-        file=KeyFile(paths, record_bytes=RECORD_BYTES) if paths else None,
+        file=file,
         exchange=None if shared is None else KeyExchange(shared, masters, clock=clock),
         clock=clock,
     )

@@ -31,16 +31,17 @@ class HeldKey:
 class TenantState:
     """What is known of one tenant.
 
-    ``erased`` counts its erased keys and ``told`` how many of those other nodes were told of; ``is_untold``
-    says that an erasure of this node is among the others. The first of ``held`` is for new copies, the rest
-    open older ones; ``is_published`` says that the first is in the remote tier, ``is_foreign`` that a key
-    there was made with a master key that is not here. ``asked_s`` and ``looked_s`` are when the tenant was
-    last asked for because somebody wanted a key, and when its key's record was last read. ``closings`` counts
-    erasures whose blocks are still being forgotten: until then nothing is sealed, since it could be one of
-    those.
+    ``erased`` counts its erased keys, ``erasure`` is the stored form of that, ``told`` how many of those
+    other nodes were told of; ``is_untold`` says that an erasure of this node is among the others. The first
+    of ``held`` is for new copies, the rest open older ones; ``is_published`` says that the first is in the
+    remote tier, ``is_foreign`` that a key there was made with a master key that is not here. ``asked_s`` and
+    ``looked_s`` are when the tenant was last asked for because somebody wanted a key, and when its key's
+    record was last read. ``closings`` counts erasures whose blocks are still being forgotten: until then
+    nothing is sealed, since it could be one of those.
     """
 
     erased: int = 0
+    erasure: bytes = b""
     told: int = 0
     is_untold: bool = False
     held: list[HeldKey] = field(default_factory=list)
@@ -160,11 +161,16 @@ class TenantKeys:
         records: list[bytes] = []
         for tenant, at in self._tenants.items():
             if at.erased:
-                kind = RecordKind.ERASED_UNTOLD if at.is_untold else RecordKind.ERASED
-                record = TenantRecord(kind, tenant, at.erased)
-                records.append(record.pack(self._masters.present, random=self._random))
+                records.append(self._erasure(tenant, at))
             records += [one.packed for one in at.held]
         return records
+
+    def _erasure(self, tenant: TenantId, at: TenantState) -> bytes:
+        kind = RecordKind.ERASED_UNTOLD if at.is_untold else RecordKind.ERASED
+        record = TenantRecord(kind, tenant, at.erased)
+        if not record.is_stored_as(at.erasure):
+            at.erasure = record.pack(self._masters.present, random=self._random)
+        return at.erasure
 
     @property
     def num_known(self) -> int:

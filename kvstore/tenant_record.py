@@ -21,6 +21,7 @@ from kvstore_tiers.sealing import KEY_BYTES, Random
 _MAGIC = b"KVKEY\0\0\1"
 _RECORD = struct.Struct(f"<8sQQ32s{MASTER_ID_BYTES}s{WRAPPED_BYTES}s")
 _CONTEXT_BYTES = _RECORD.size - WRAPPED_BYTES
+_ABOUT_BYTES = _CONTEXT_BYTES - MASTER_ID_BYTES
 RECORD_BYTES = _RECORD.size
 """Size of a stored record."""
 
@@ -65,6 +66,11 @@ class TenantRecord:
         context = _RECORD.pack(*fields, b"")[:_CONTEXT_BYTES]
         wrapped = master.wrap(self.secret or bytes(KEY_BYTES), context, random=random)
         return context + wrapped
+
+    def is_stored_as(self, packed: bytes) -> bool:
+        """Whether a stored form, made here before, is of a record that says the same."""
+        about = _RECORD.pack(_MAGIC, self.kind, self.number, self.tenant, b"", b"")
+        return packed[:_ABOUT_BYTES] == about[:_ABOUT_BYTES]
 
     @classmethod
     def unpack(cls, data: bytes, masters: MasterKeys) -> "TenantRecord":

@@ -221,6 +221,8 @@ class Vault:
         """Follow other nodes for some of the tenants, and do again what could not be done."""
         if self._down:
             return
+        if self._file is not None and self._file.has_come():
+            await self.refresh()
         if self._clock() >= self._keep_again_s:
             await self._keep()
         if self._exchange is None or not self._exchange.is_up:

@@ -5,12 +5,11 @@ import asyncio
 import json
 import logging
 import os
-import resource
 import signal
 
 from kvstore.awake_selector import AwakeSelector
 from kvstore.config import Config, load_config
-from kvstore.core_dumps import forbid_core_dumps
+from kvstore.core_dumps import become_undumpable, leave_no_core_file
 from kvstore.running import serving
 
 
@@ -35,12 +34,12 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     config = load_config(args.config)
     # A core dump would hold prompts, passwords and the tenants' salts.
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    leave_no_core_file()
+    if config.encryption is not None:
+        become_undumpable()
     logging.basicConfig(
         level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    if config.encryption is not None:
-        forbid_core_dumps()
     with asyncio.Runner(loop_factory=_new_loop) as runner:
         runner.run(_serve(config, as_json=args.json))
     return 0

@@ -21,6 +21,8 @@ from kvstore.tier import Slot, Tier
 from kvstore.vault import Vault
 from kvstore_tiers.dram import DramTier
 from kvstore_tiers.sealed import SealedTier
+from kvstore_tiers.ssd import SsdTier
+from kvstore_tiers.ssd_array import SsdArray
 from tests.redis_server import RedisServer
 
 BLOCK_BYTES = 8192
@@ -101,6 +103,18 @@ class Node:
         if fetched.lease is not None:
             self.manager.release(fetched.lease, owner=self.owner)
         return [block.origin for block in fetched.blocks], fetched.reason
+
+    async def origins(self, space: Namespace, chain: PrefixChain) -> list[str]:
+        """Fetch, and return where the blocks came from."""
+        return (await self.fetch(space, chain))[0]
+
+    @property
+    def disks(self) -> Sequence[SsdTier]:
+        """The folders that are in use."""
+        sealed = self.lower[0]
+        assert isinstance(sealed, SealedTier)
+        assert isinstance(sealed.inner, SsdArray)
+        return sealed.inner.disks
 
     async def empty_dram(self, chain: PrefixChain) -> None:
         """Have blocks that are in a tier below leave memory."""

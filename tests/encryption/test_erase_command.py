@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 
 from kvstore import AsyncKVStore, KVStore, MissReason
+from kvstore.auth import Scope
 from kvstore.cli import main
 from kvstore.drill.blocks import payloads_of
 from kvstore.drill.store_process import MIB, StoreProcess, StoreSettings
 from kvstore.errors import InvalidRequest
+from kvstore.keyring_file import add_key, create_keyring, read_keyring
 from kvstore.keys import Namespace, PrefixChain
 from kvstore.results import EraseReport
 from tests.encryption.node import ANN, BLOCK_BYTES, BOB, MASTER, files_in, plaintext_windows, space_of
-from tests.redis_server import RedisServer
+from tests.redis_server import RedisServer, free_port
 
 Run = Callable[..., tuple[int, str, str]]
 ONE_KEY = {
@@ -31,7 +33,9 @@ ONE_KEY = {
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *, redis_url: str = "", is_encrypted: bool = True) -> Iterator[StoreProcess]:
+def serving(
+    folder: Path, *, redis_url: str = "", http_port: int = 0, is_encrypted: bool = True
+) -> Iterator[StoreProcess]:
     folder.mkdir(exist_ok=True)
     keys = folder / "master"
     keys.write_text(MASTER)
@@ -40,6 +44,7 @@ def serving(folder: Path, *, redis_url: str = "", is_encrypted: bool = True) -> 
         ssd_bytes=4 * MIB,
         ssd_folder=folder / "ssd",
         redis_url=redis_url,
+        http_port=http_port,
         master_keys=keys if is_encrypted else None,
     )
     with StoreProcess(folder, settings) as store:
@@ -117,6 +122,10 @@ def test_what_belongs_to_no_tenant_is_erased_too(run: Run, store: StoreProcess) 
         [],
         ["--salt", "00", "--public"],
         ["--salt", "secret"],
+        ["carol"],
+        ["carol", "--public"],
+        ["../carol", "--api-keys", "/nonexistent"],
+        ["carol", "--api-keys", "/nonexistent"],
         ["--namespace", "00"],
         ["--namespace", "00" * 32],
         ["--salt-file", "/nonexistent"],
@@ -129,6 +138,54 @@ def test_bad_input_is_one_line_that_shows_no_salt(run: Run, arguments: list[str]
     assert err.startswith("kvstore: ")
     assert err.count("\n") == 1
     assert "secret" not in err
+
+
+@pytest.fixture
+def keyring(tmp_path: Path) -> Path:
+    """A file of API keys, of a tenant whose blocks carry the salt that follows from its name."""
+    path = tmp_path / "keys"
+    create_keyring(path)
+    add_key(path, "carol-1", tenant="carol", scopes=frozenset({Scope.READ}))
+    return path
+
+
+def test_a_tenant_is_erased_by_its_name(run: Run, store: StoreProcess, keyring: Path) -> None:
+    carol = space_of(read_keyring(keyring).salt("carol"))
+    put(store, carol)
+    status, out, err = run("erase", "carol", "--api-keys", str(keyring), "--json")
+    assert (status, json.loads(out), err) == (0, ONE_KEY, "")
+    assert matched(store, carol) == (0, MissReason.ERASED)
+
+
+def test_the_servers_configuration_says_where_the_api_keys_are(
+    run: Run, store: StoreProcess, keyring: Path, tmp_path: Path
+) -> None:
+    put(store, space_of(read_keyring(keyring).salt("carol")))
+    (tmp_path / "store.toml").write_text(f'[http]\napi_keys = "file:{keyring}"\n')
+    status, out, _ = run("erase", "carol", "--config", str(tmp_path / "store.toml"), "--json")
+    assert (status, json.loads(out)) == (0, ONE_KEY)
+
+
+def test_a_tenant_without_keys_is_erased_all_the_same_with_a_remark(run: Run, keyring: Path) -> None:
+    status, out, err = run("erase", "dave", "--api-keys", str(keyring))
+    assert (status, out) == (0, "0 keys destroyed\n")
+    assert err == "kvstore: no API key is of tenant dave now\n"
+
+
+async def test_over_http_an_administrator_erases(tmp_path: Path) -> None:
+    with serving(tmp_path / "http", http_port=free_port()) as store:
+        chain = put(store, ANN)
+        address = f"http://127.0.0.1:{store.settings.http_port}"
+        with KVStore.connect(address) as client:
+            client.open_namespace(ANN)
+            assert client.erase_tenant_of(ANN.digest) == EraseReport(1, {"dram": 8, "ssd": 8})
+            assert client.match(chain).reason is MissReason.ERASED
+            put(store, ANN)
+            assert client.erase_tenant(ANN.tenant_salt).keys == 1
+            with pytest.raises(InvalidRequest):
+                client.erase_tenant_of(BOB.digest)
+        async with await AsyncKVStore.connect(address) as client:
+            assert await client.erase_tenant(ANN.tenant_salt) == EraseReport(0, {})
 
 
 async def test_both_clients_erase(store: StoreProcess) -> None:
@@ -182,15 +239,9 @@ def test_a_killed_server_keeps_what_it_has_erased_erased(tmp_path: Path) -> None
         assert matched(one, BOB) == (8, None)
 
 
-def test_a_server_with_encryption_leaves_no_core_dump(store: StoreProcess) -> None:
-    limits = Path(f"/proc/{store.process.pid}/limits").read_text()
-    (line,) = [line for line in limits.splitlines() if line.startswith("Max core file size")]
-    assert line.split()[4:6] == ["0", "0"]
-
-
-def test_a_process_that_forbids_core_dumps_is_not_dumpable() -> None:
+def test_a_process_can_become_undumpable() -> None:
     code = (
-        "import ctypes; from kvstore.core_dumps import forbid_core_dumps; forbid_core_dumps();"
+        "import ctypes; from kvstore.core_dumps import become_undumpable; become_undumpable();"
         " print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)

@@ -13,7 +13,7 @@ ONE, OTHER = b"1" * 32, b"2" * 32
 def key_file(*folders: Path) -> KeyFile:
     for folder in folders:
         folder.mkdir(exist_ok=True)
-    return KeyFile([folder / "keys" for folder in folders], record_bytes=32)
+    return KeyFile(folders, record_bytes=32, in_use=lambda: folders)
 
 
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
@@ -82,7 +82,8 @@ def test_of_two_files_the_sound_one_counts_and_both_are_written(tmp_path: Path) 
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    file = KeyFile([tmp_path / "absent" / "keys", tmp_path / "keys"], record_bytes=32)
+    folders = [tmp_path / "absent", tmp_path]
+    file = KeyFile(folders, record_bytes=32, in_use=lambda: folders)
     (problem,) = file.write([ONE])
     assert problem.startswith(f"{tmp_path / 'absent' / 'keys'}: cannot be written: No such file")
     assert file.read() == ([ONE], [])
@@ -94,3 +95,34 @@ def test_a_link_in_place_of_the_file_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "keys.old").symlink_to(tmp_path / "victim")
     assert file.write([ONE]) != []
     assert (tmp_path / "victim").read_bytes() == b"precious"
+
+
+def test_a_file_in_a_folder_that_is_not_ours_is_neither_read_nor_written(tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "a", tmp_path / "b"
+    key_file(theirs).write([ONE])
+    in_use = [ours]
+    key_file(ours)
+    file = KeyFile([theirs, ours], record_bytes=32, in_use=lambda: in_use)
+
+    assert file.read() == ([], [])
+    assert file.write([OTHER]) == [f"{theirs / 'keys'}: its folder is not in use by this store now"]
+    assert not file.has_come()
+
+    assert key_file(theirs).read() == ([ONE], [])
+    in_use.append(theirs)
+    assert file.has_come()
+    assert file.read() == ([ONE, OTHER], [])
+    assert not file.has_come()
+
+
+def test_what_holds_the_same_is_not_written_again(tmp_path: Path) -> None:
+    folders = [tmp_path / "absent", tmp_path]
+    file = KeyFile(folders, record_bytes=32, in_use=lambda: folders)
+    assert len(file.write([ONE])) == 1
+    before = (tmp_path / "keys").stat()
+    (tmp_path / "absent").mkdir()
+    assert file.write([ONE]) == []
+    assert (tmp_path / "keys").stat().st_ino == before.st_ino
+    assert (tmp_path / "absent" / "keys").read_bytes() == (tmp_path / "keys").read_bytes()
+    assert file.write([OTHER]) == []
+    assert (tmp_path / "keys").stat().st_ino != before.st_ino

@@ -53,7 +53,7 @@ class Nodes:
             exchange = KeyExchange(tier, masters, clock=time.monotonic)
         vault = Vault(
             masters,
-            file=KeyFile([folder / "keys"], record_bytes=RECORD_BYTES) if has_file else None,
+            file=KeyFile([folder], record_bytes=RECORD_BYTES, in_use=lambda: [folder]) if has_file else None,
             exchange=exchange,
             clock=time.monotonic,
         )
@@ -438,20 +438,23 @@ async def test_of_several_files_an_older_one_changes_nothing(nodes: Nodes, tmp_p
     agreed = await key_of(await nodes.open("b"))
     back = await nodes.open("a")
     assert (await key_of(back)).id == agreed.id
-    paths = [nodes.folder / name / "keys" for name in ("a", "stale")]
-    paths[1].parent.mkdir()
-    paths[1].write_bytes(old)
+    folders = [nodes.folder / name for name in ("a", "stale")]
+    folders[1].mkdir()
+    (folders[1] / "keys").write_bytes(old)
 
     masters = MasterKeys.parse(MASTER, key="keys")
     vault = Vault(
-        masters, file=KeyFile(paths, record_bytes=RECORD_BYTES), exchange=None, clock=time.monotonic
+        masters,
+        file=KeyFile(folders, record_bytes=RECORD_BYTES, in_use=lambda: folders),
+        exchange=None,
+        clock=time.monotonic,
     )
     vault.follow(SPACES.get, lambda *_: asyncio.sleep(0))
     await vault.open()
 
     assert (await key_of(vault)).id == agreed.id
     assert vault.is_known(early.id)
-    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert (folders[0] / "keys").read_bytes() == (folders[1] / "keys").read_bytes()
 
 
 async def test_an_erasure_says_which_file_could_not_be_overwritten(nodes: Nodes) -> None:

@@ -39,7 +39,7 @@ class Cluster:
         folder.mkdir(exist_ok=True)
         vault = Vault(
             MASTERS,
-            file=KeyFile([folder / "keys"], record_bytes=RECORD_BYTES),
+            file=KeyFile([folder], record_bytes=RECORD_BYTES, in_use=lambda: [folder]),
             exchange=KeyExchange(self.links[number], MASTERS, clock=self.clock),
             clock=self.clock,
         )

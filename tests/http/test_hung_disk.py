@@ -4,11 +4,27 @@ import asyncio
 
 import pytest
 
-from kvstore.testing import FaultyTier, MemoryTier
-from tests.http.http_store import hex_keys, http_store, long_chain, payload
+from kvstore.keys import Namespace
+from kvstore.layout import KVLayout
+from kvstore.state import WriteMode
+from kvstore.testing import FakeClock, FaultyTier, MemoryTier
+from tests.http.http_store import BLOCK_BYTES, hex_keys, http_store, long_chain, payload
+from tests.http.raw_client import until
 
 CHAIN = long_chain(2)
+LARGE_BYTES = 4 << 20
+"""More than lies between a client and a server that does not read."""
+
+LARGE = Namespace(model="large", layout=KVLayout.opaque(block_bytes=LARGE_BYTES, block_tokens=4))
 ABOUT = {"namespace": CHAIN.namespace.hex(), "keys": hex_keys(CHAIN)}
+
+
+def large_chain(first, tokens):
+    return LARGE.chain(list(range(first, first + tokens)))
+
+
+def large_payloads(count):
+    return [bytes(LARGE_BYTES)] * count
 
 
 @pytest.fixture
@@ -61,3 +77,21 @@ async def test_a_client_that_goes_away_while_it_waits_leaves_nothing(hung):
         while store.face._num_requests:  # noqa: ASYNC110 (what is waited for is no event)
             await asyncio.sleep(0.005)
     assert store.manager.stats()["owners"] == 0
+
+
+async def test_the_sender_of_a_body_does_not_answer_for_the_time_that_the_disk_takes():
+    tier = FaultyTier(MemoryTier(name="ssd", capacity_bytes=4 * LARGE_BYTES))
+    blocks = 2 * LARGE_BYTES // BLOCK_BYTES
+    async with http_store(tier, blocks=blocks, write_mode=WriteMode.BACK) as store, store.client() as client:
+        await client.open(LARGE)
+        tier.hold()
+        await client.store(large_chain(0, 8), large_payloads(2))
+        store.face._service.clock = clock = FakeClock()
+        storing = asyncio.create_task(client.store(large_chain(100, 4), large_payloads(1), timeout_s=60))
+        await until(lambda: store.manager.stats()["owners"] == 1)
+        clock.advance(60)
+        tier.let_go()
+
+        stored = await storing
+        assert (stored.status, stored.json["stored"]) == (200, 1)
+        assert store.counters.slow_clients == 0

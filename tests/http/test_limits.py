@@ -249,6 +249,26 @@ async def test_a_block_that_changes_while_it_is_sent_is_cut_short():
         assert store.counters.damaged_blocks == 1
 
 
+async def test_of_an_answer_that_is_given_up_nothing_waits_to_be_sent():
+    async with http_store(blocks=8192) as store, store.client() as client:
+        await client.open(BIG)
+        chain = BIG.chain([1, 2, 3, 4])
+        await client.put_block(chain, data=io.BytesIO(payload(chain.keys[0], 16 << 20)))
+
+        def sending():
+            guards = store.face._guards.values()
+            return [guard for guard in guards if guard._transport.get_write_buffer_size()]
+
+        async with RawClient.connected(store.face) as raw:
+            await raw.say(head("GET", client.block_path(chain)))
+            await until(sending)
+            (guard,) = sending()
+            transport = guard._transport
+            guard.inner._task_handler.cancel()  # as a shut-down does
+            await until(lambda: not store.manager.stats()["owners"])
+            assert transport.get_write_buffer_size() == 0
+
+
 async def test_before_it_is_open_only_its_health_is_told():
     async with http_store(is_started=False) as store, store.client() as client:
         assert (await client.get("/healthz")).json == {"status": "ok"}

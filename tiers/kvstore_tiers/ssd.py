@@ -152,6 +152,11 @@ class SsdTier:
         return self._slots.used_bytes
 
     @property
+    def folders(self) -> tuple[Path, ...]:
+        """Its folder, while it is open."""
+        return () if self._store is None or self.is_gone else (self._folder,)
+
+    @property
     def index_bytes(self) -> int:
         """Bytes on disk beside the slab, at most (1/64 of the capacity, and 16 MiB)."""
         return map_size_bytes(self._slots.capacity_bytes)

@@ -40,6 +40,19 @@ _REBUILT = "rebuilt.mdb"
 _CHANGES_PER_TRANSACTION = 512
 
 
+INDEX_DAMAGE = (
+    lmdb.BadValsizeError,
+    lmdb.CorruptedError,
+    lmdb.CursorFullError,
+    lmdb.IncompatibleError,
+    lmdb.InvalidError,
+    lmdb.PageFullError,
+    lmdb.PageNotFoundError,
+    lmdb.VersionMismatchError,
+)
+"""Errors that tell of damage in the file, which no other attempt makes up for."""
+
+
 class IndexIsForeign(Exception):
     """The environment holds another format."""
 
@@ -123,24 +136,26 @@ class SsdIndex:
         return (folder / _DATA).stat().st_size > map_size_bytes(capacity_bytes)
 
     def rebuild(self, folder: Path, records: Sequence[IndexRecord], *, capacity_bytes: int) -> "SsdIndex":
-        """Put a smaller file with these records in place of this one, close this, and return the new one.
+        """Put a new file with these records in place of this one, close this, and return the new one.
 
         Raises:
-            OSError, lmdb.Error: it cannot be written; the index is as it was.
+            OSError, lmdb.Error: it cannot be written; the file is as it was.
         """
         try:
             left_bytes = self.budget_left_bytes()
+        except INDEX_DAMAGE:
+            left_bytes = 0
         finally:
             self._env.close()
         map_bytes = map_size_bytes(capacity_bytes)
         environment = lmdb.open(str(folder / _REBUILT), subdir=False, map_size=map_bytes, mode=0o600)
         try:
-            smaller = SsdIndex(environment, folder, map_bytes)
-            smaller.commit_nothing()
+            new = SsdIndex(environment, folder, map_bytes)
+            new.commit_nothing()
             changes = [Change.store(record) for record in records]
             changes += [] if left_bytes is None else [Change.note_budget(left_bytes)]
             for start in range(0, len(changes), _CHANGES_PER_TRANSACTION):
-                smaller.commit(changes[start : start + _CHANGES_PER_TRANSACTION])
+                new.commit(changes[start : start + _CHANGES_PER_TRANSACTION])
         finally:
             environment.close()
         (folder / _REBUILT).replace(folder / _DATA)
