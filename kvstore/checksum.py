@@ -44,6 +44,22 @@ def checksum(buffer: ByteBuffer) -> int:
     return xxhash.xxh3_64_intdigest(as_bytes_array(buffer))  # type: ignore[arg-type]  # takes any buffer
 
 
+class RunningChecksum:
+    """The xxh3-64 of bytes that come in pieces, each summed while it is in cache. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_64()
+
+    def add(self, piece: memoryview) -> None:
+        """Add the bytes of a piece; releases the GIL."""
+        self._digest.update(piece)
+
+    @property
+    def value(self) -> int:
+        """The sum of what was added so far."""
+        return self._digest.intdigest()
+
+
 def copy_with_checksum(destination: ByteBuffer, source: ByteBuffer, *, step_bytes: int = STEP_BYTES) -> int:
     """Copy ``source`` to ``destination`` and return the xxh3-64 of what arrived there.
 

@@ -13,8 +13,8 @@ from kvstore.tier import ReadStatus, WriteStatus
 from kvstore_tiers.remote_control import ControlLine, Refused, Reply, control_line
 from kvstore_tiers.remote_look import Look, Use, look
 from kvstore_tiers.remote_tls import TlsFolder
-from kvstore_tiers.resp import RespFault
 from kvstore_tiers.resp_address import RespAddress
+from kvstore_tiers.resp_stream import RespFault
 from tests.redis_cluster import RedisCluster
 from tests.redis_sentinel import MASTER, RedisSentinels
 from tests.redis_server import RedisServer

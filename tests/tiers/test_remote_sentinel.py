@@ -9,7 +9,7 @@ from kvstore.miss import MissReason
 from kvstore.tier import ReadStatus, WriteStatus
 from kvstore_tiers.remote_control import Reply
 from kvstore_tiers.remote_sentinel import Master, read_master
-from kvstore_tiers.resp import RespFault
+from kvstore_tiers.resp_stream import RespFault
 from tests.redis_sentinel import MASTER, RedisSentinels
 from tests.redis_server import RedisServer
 from tests.tiers.blocks import block_id

@@ -1,5 +1,6 @@
 """RespConnection on a socket pair: fences, values read in place, quiet and late streams."""
 
+import random
 import socket
 import threading
 import time
@@ -7,7 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore_tiers.resp import BulkReply, BulkStatus, RespConnection, RespFault
+from kvstore.checksum import RunningChecksum, checksum
+from kvstore_tiers.resp import BulkReply, BulkStatus, RespConnection
+from kvstore_tiers.resp_stream import RespFault
 
 
 @pytest.fixture
@@ -95,3 +98,97 @@ def test_a_value_goes_into_several_targets_and_its_rest_is_read_over(pair: Pair)
     assert reply == BulkReply(BulkStatus.WRONG_LENGTH, 8)
     assert bytes(first) + bytes(second) == b"abcde"
     assert connection.read_simple(deadline_s=within(1)) == "next"
+
+
+# Waking late, over TCP
+
+
+@pytest.fixture
+def tcp_pair() -> Iterator[tuple[RespConnection, socket.socket]]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    ours = socket.create_connection(listener.getsockname())
+    theirs, _ = listener.accept()
+    listener.close()
+    connection = RespConnection(ours, timeout_s=0.6, clock=time.monotonic)
+    yield connection, theirs
+    connection.close()
+    theirs.close()
+
+
+LARGE = 4 << 20
+
+
+def test_a_large_value_comes_whole_and_is_summed_on_its_way(tcp_pair: Pair) -> None:
+    connection, server = tcp_pair
+    data = random.Random(1).randbytes(LARGE + 10)
+    sending = threading.Thread(target=server.sendall, args=(b"$%d\r\n%s\r\n+next\r\n" % (len(data), data),))
+    sending.start()
+    head, body, total = bytearray(10), bytearray(LARGE), RunningChecksum()
+    reply = connection.read_bulk_into(
+        [memoryview(head), memoryview(body)], deadline_s=within(30), total=total
+    )
+    sending.join()
+    assert reply == BulkReply(BulkStatus.COMPLETE, len(data))
+    assert head + body == data
+    assert total.value == checksum(data[10:])
+    assert connection.read_simple(deadline_s=within(5)) == "next"
+    assert connection.is_quiet()
+
+
+def test_the_last_bytes_of_a_value_are_waited_for_however_few_they_are(tcp_pair: Pair) -> None:
+    connection, server = tcp_pair
+    pieces = [b"$300000\r\n" + b"a" * 299_990, b"b" * 9, b"c", b"\r", b"\n"]
+
+    def send() -> None:
+        for piece in pieces:
+            server.sendall(piece)
+            time.sleep(0.02)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    body = bytearray(300_000)
+    reply = connection.read_bulk_into([memoryview(body)], deadline_s=within(30))
+    sending.join()
+    assert reply == BulkReply(BulkStatus.COMPLETE, 300_000)
+    assert body[-11:] == b"abbbbbbbbbc"
+
+
+def test_a_stream_of_few_bytes_at_a_time_is_not_taken_for_silence(tcp_pair: Pair) -> None:
+    connection, server = tcp_pair
+    stop = threading.Event()
+
+    def trickle() -> None:
+        server.sendall(b"$%d\r\n" % LARGE)
+        while not stop.wait(0.02):
+            server.sendall(b"x")
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    began_s = time.monotonic()
+    with pytest.raises(RespFault) as caught:
+        connection.read_bulk_into([memoryview(bytearray(LARGE))], deadline_s=within(2))
+    lasted_s = time.monotonic() - began_s
+    stop.set()
+    thread.join()
+    assert lasted_s > 1.5
+    assert caught.value.silent_s is not None
+    assert caught.value.silent_s < 0.6
+
+
+def test_a_few_bytes_and_then_silence_end_after_the_timeout(tcp_pair: Pair) -> None:
+    connection, server = tcp_pair
+    server.sendall(b"$%d\r\nabc" % LARGE)
+    began_s = time.monotonic()
+    with pytest.raises(RespFault) as caught:
+        connection.read_bulk_into([memoryview(bytearray(LARGE))], deadline_s=within(30))
+    assert time.monotonic() - began_s < 10
+    assert caught.value.silent_s is not None
+    assert caught.value.silent_s > 0.5
+
+
+def test_a_server_that_closes_in_the_middle_of_a_value_is_noticed_at_once(tcp_pair: Pair) -> None:
+    connection, server = tcp_pair
+    server.sendall(b"$%d\r\nabc" % LARGE)
+    server.close()
+    with pytest.raises(RespFault, match="closed the connection"):
+        connection.read_bulk_into([memoryview(bytearray(LARGE))], deadline_s=within(30))

@@ -47,6 +47,12 @@ _log = logging.getLogger(__name__)
 
 _SHARE_MIN_BLOCKS = 2
 
+_MAX_SHARES = 2
+"""Most connections that one call uses to one server; other calls have the others.
+
+Two pipelined ones keep a server's one thread busy. More only take turns: measured, docs/remote.md.
+"""
+
 T = TypeVar("T")
 
 
@@ -242,7 +248,7 @@ class RemoteTier:
                 deadline_s=deadline_s,
             )
 
-        most = self._settings.num_connections
+        most = min(_MAX_SHARES, self._settings.num_connections)
         batch = Batch(requests, _block_read, work, most, is_write=False, deadline_s=deadline_s)
         ending = await self._run(batch)
         results = [outcome or _unread(ending.reason(index)) for index, outcome in enumerate(outcomes)]
@@ -263,7 +269,7 @@ class RemoteTier:
                 deadline_s=deadline_s,
             )
 
-        most = max(1, self._settings.num_connections // 2)
+        most = min(_MAX_SHARES, max(1, self._settings.num_connections // 2))
         batch = Batch(requests, _block_written, work, most, is_write=True, deadline_s=deadline_s)
         ending = await self._run(batch)
         results = [status or _unwritten(ending.reason(index)) for index, status in enumerate(statuses)]

@@ -15,8 +15,8 @@ from kvstore_tiers.remote_control import Reply
 from kvstore_tiers.remote_node import NodeSettings, RemoteNode
 from kvstore_tiers.remote_session import NUM_SLOTS, PORT_MAX, Redirect
 from kvstore_tiers.remote_topology import Scout, said_once
-from kvstore_tiers.resp import RespFault
 from kvstore_tiers.resp_address import RespAddress
+from kvstore_tiers.resp_stream import RespFault
 
 _INTERVAL_S = 10.0
 _TROUBLED_INTERVAL_S = 0.5

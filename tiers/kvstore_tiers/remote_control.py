@@ -19,8 +19,8 @@ from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as NoAnswer
 from redis.retry import Retry
 
-from kvstore_tiers.resp import RespFault, login_refusal, open_stream
 from kvstore_tiers.resp_address import AddressLookup, RespAddress
+from kvstore_tiers.resp_stream import RespFault, login_refusal, open_stream
 
 Reply = Union[int, str, None, "list[Reply]"]
 """An answer; bulk strings and statuses are both text."""
@@ -154,7 +154,8 @@ class _BoundedConnection(Connection):
         )
         self._open_socket = open_socket
 
-    def _connect(self) -> _BoundedSocket:
+    # redis-py only sends to, receives from and closes what this returns.
+    def _connect(self) -> _BoundedSocket:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self._open_socket()
 
 

@@ -29,8 +29,9 @@ from kvstore_tiers.jobs import Jobs
 from kvstore_tiers.remote_control import Reply, control_line
 from kvstore_tiers.remote_look import Look, Use, look
 from kvstore_tiers.remote_session import Tally
-from kvstore_tiers.resp import ErrorReply, RespConnection, RespFault, command
+from kvstore_tiers.resp import ErrorReply, RespConnection, command
 from kvstore_tiers.resp_address import AddressLookup, RespAddress
+from kvstore_tiers.resp_stream import RespFault
 
 _log = logging.getLogger(__name__)
 

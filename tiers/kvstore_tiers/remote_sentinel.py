@@ -14,8 +14,8 @@ from kvstore_tiers.remote_control import Refused, Reply
 from kvstore_tiers.remote_node import NodeSettings, RemoteNode
 from kvstore_tiers.remote_session import PORT_MAX, Redirect, read_decimal
 from kvstore_tiers.remote_topology import Scout, said_once
-from kvstore_tiers.resp import RespFault
 from kvstore_tiers.resp_address import RespAddress
+from kvstore_tiers.resp_stream import RespFault
 
 _INTERVAL_S = 5.0
 _TROUBLED_INTERVAL_S = 0.25

@@ -13,10 +13,11 @@ import itertools
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.checksum import checksum
+from kvstore.checksum import RunningChecksum
 from kvstore.errors import CorruptBlock
 from kvstore.tier import (
     HEADER_BYTES,
+    SEALED_HEADER_BYTES,
     BlockHeader,
     BlockId,
     ReadOutcome,
@@ -24,10 +25,12 @@ from kvstore.tier import (
     ReadStatus,
     WriteRequest,
     WriteStatus,
+    stored_header_bytes,
 )
-from kvstore_tiers.resp import BulkReply, BulkStatus, ErrorReply, Piece, RespConnection, RespFault, command
+from kvstore_tiers.resp import BulkReply, BulkStatus, ErrorReply, Piece, RespConnection, command
+from kvstore_tiers.resp_stream import RespFault
 
-_WINDOW = 4
+_MIN_WINDOW, _MAX_WINDOW, _WINDOW_BYTES = 4, 64, 2 << 20
 _PROBE_WINDOW = 256
 _UNAVAILABLE_CODES = frozenset({"LOADING", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "NOAUTH", "BUSY"})
 _REFUSES_WRITES_CODES = frozenset({"READONLY", "NOREPLICAS", "MISCONF"})
@@ -56,11 +59,12 @@ class KeyNames:
         """Return a SET of header and payload in the wire form, the payload in place."""
         length = request.header.length_bytes
         key = self.of(request.header.block)
-        expiry = (
-            b"" if self.ttl_s is None else b"$2\r\nPX\r\n" + _bulk(b"%d" % max(1, int(1000 * self.ttl_s)))
-        )
-        head = b"*%d\r\n$3\r\nSET\r\n%s$%d\r\n" % (5 if expiry else 3, _bulk(key), HEADER_BYTES + length)
-        return [head + request.header.pack(), request.buffer[:length], b"\r\n" + expiry]
+        options = [b"NX"] if request.only_if_absent else []
+        if self.ttl_s is not None:
+            options += [b"PX", b"%d" % max(1, int(1000 * self.ttl_s))]
+        header = request.header.pack()
+        head = b"*%d\r\n$3\r\nSET\r\n%s$%d\r\n" % (3 + len(options), _bulk(key), len(header) + length)
+        return [head + header, request.buffer[:length], b"\r\n" + b"".join(map(_bulk, options))]
 
 
 def read_decimal(text: str, *, limit: int) -> int | None:
@@ -143,27 +147,30 @@ def read_share(
     """GET each request's value, verify it, and delete those that are damaged."""
     damaged: list[tuple[int, BlockId]] = []
 
-    def ask(position: int) -> None:
-        asked = command(b"GET", names.of(requests[position][1].block))
-        connection.send([_ASKING + asked if is_asking else asked], deadline_s=deadline_s)
+    asking = _ASKING if is_asking else b""
+
+    def ask(positions: range) -> None:
+        keys = (names.of(requests[position][1].block) for position in positions)
+        connection.send([b"".join(asking + command(b"GET", key) for key in keys)], deadline_s=deadline_s)
 
     def take(position: int) -> None:
         index, request = requests[position]
-        header = bytearray(HEADER_BYTES)
+        header = bytearray(SEALED_HEADER_BYTES if request.is_sealed else HEADER_BYTES)
         payload = request.buffer[: request.length_bytes]
         _take_asking(connection, is_asking, deadline_s)
-        reply = connection.read_bulk_into([memoryview(header), payload], deadline_s=deadline_s)
+        total = RunningChecksum()
+        reply = connection.read_bulk_into([memoryview(header), payload], deadline_s=deadline_s, total=total)
         tally.was_answered = True
         if isinstance(reply, ErrorReply):
             outcomes[index] = _read_refusal(index, reply, tally)
             return
-        outcome = outcomes[index] = _verified(request, header, reply, origin)
+        outcome = outcomes[index] = _verified(request, header, reply, total, origin)
         if outcome.status is ReadStatus.CORRUPT:
             damaged.append((index, request.block))
         if outcome.status in (ReadStatus.CORRUPT, ReadStatus.MISMATCH):
             tally.is_doubtful = True
 
-    _pipeline(len(requests), ask, take)
+    _pipeline(len(requests), _window([request.length_bytes for _, request in requests]), ask, take)
     drop_share(connection, names, damaged, tally=tally, is_asking=is_asking, deadline_s=deadline_s)
 
 
@@ -181,11 +188,12 @@ def write_share(
     found: list[WriteStatus | None] = []
     token = _new_token()
 
-    def ask(position: int) -> None:
-        pieces = names.set_pieces(requests[position][1])
-        if is_asking:
-            pieces.insert(0, _ASKING)
-        if position == len(requests) - 1:
+    def ask(positions: range) -> None:
+        pieces: list[Piece] = []
+        for position in positions:
+            pieces += [_ASKING] if is_asking else []
+            pieces += names.set_pieces(requests[position][1])
+        if positions.stop == len(requests):
             pieces.append(command(b"PING", token))
         connection.send(pieces, deadline_s=deadline_s)
 
@@ -197,10 +205,12 @@ def write_share(
             found.append(_write_refusal(requests[position][0], reply, tally))
         elif reply == "OK":
             found.append(WriteStatus.OK)
+        elif reply is None and requests[position][1].only_if_absent:
+            found.append(WriteStatus.REFUSED)
         else:
             raise RespFault(f"unexpected reply {reply!r} to SET")
 
-    _pipeline(len(requests), ask, take)
+    _pipeline(len(requests), _window([request.header.length_bytes for _, request in requests]), ask, take)
     if requests:
         connection.read_fence(token, deadline_s=deadline_s)
     for (index, _), status in zip(requests, found, strict=True):
@@ -288,29 +298,39 @@ def _new_token() -> bytes:
     return b"fence-%d" % next(_tokens)
 
 
-def _pipeline(count: int, ask: Callable[[int], None], take: Callable[[int], None]) -> None:
-    """Keep a few requests ahead of the replies."""
-    asked = 0
+def _window(lengths: Sequence[int]) -> int:
+    """Return how many requests to keep under way: a few large blocks, or small ones of as many bytes."""
+    return min(_MAX_WINDOW, max(_MIN_WINDOW, _WINDOW_BYTES // max(1, max(lengths, default=1))))
+
+
+def _pipeline(count: int, window: int, ask: Callable[[range], None], take: Callable[[int], None]) -> None:
+    """Keep up to a window of requests ahead of the replies; of a large one a quarter is asked in one go."""
+    asked, step = 0, window // 4
     for position in range(count):
-        while asked < min(count, position + _WINDOW):
-            ask(asked)
-            asked += 1
+        if asked < count and asked - position <= window - step:
+            positions = range(asked, min(count, position + window))
+            ask(positions)
+            asked = positions.stop
         take(position)
 
 
-def _verified(request: ReadRequest, data: bytearray, reply: BulkReply, origin: str) -> ReadOutcome:
+def _verified(
+    request: ReadRequest, data: bytearray, reply: BulkReply, total: RunningChecksum, origin: str
+) -> ReadOutcome:
     if reply.status is BulkStatus.ABSENT:
         return ReadOutcome(ReadStatus.ABSENT)
+    if stored_header_bytes(data) not in (None, len(data)):
+        # Encrypted where a copy in the clear is wanted, or the other way round.
+        return ReadOutcome(ReadStatus.MISMATCH)
     try:
         header = BlockHeader.unpack(data)
     except CorruptBlock:
         return ReadOutcome(ReadStatus.CORRUPT)
-    if HEADER_BYTES + header.length_bytes != reply.length_bytes:
+    if header.packed_bytes + header.length_bytes != reply.length_bytes:
         return ReadOutcome(ReadStatus.CORRUPT)
-    asked = (request.block, request.layout, request.length_bytes)
-    if asked != (header.block, header.layout, header.length_bytes):
+    if not request.wants(header):
         return ReadOutcome(ReadStatus.MISMATCH)
-    if checksum(request.buffer[: request.length_bytes]) != header.checksum:
+    if total.value != header.checksum:
         return ReadOutcome(ReadStatus.CORRUPT)
     return ReadOutcome(ReadStatus.OK, header, origin)
 

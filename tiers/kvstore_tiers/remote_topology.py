@@ -12,8 +12,8 @@ from typing import Generic, Protocol, TypeVar
 from kvstore_tiers.jobs import Jobs
 from kvstore_tiers.remote_node import NodeSettings, RemoteNode
 from kvstore_tiers.remote_session import Redirect
-from kvstore_tiers.resp import RespFault
 from kvstore_tiers.resp_address import RespAddress
+from kvstore_tiers.resp_stream import RespFault
 
 _log = logging.getLogger(__name__)
 

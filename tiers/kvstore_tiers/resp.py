@@ -18,32 +18,24 @@ import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvstore.checksum import RunningChecksum
 from kvstore.layout import MAX_BLOCK_BYTES
-from kvstore.tier import HEADER_BYTES
-from kvstore_tiers.resp_address import AddressLookup, RespAddress, SocketAddress
+from kvstore.tier import SEALED_HEADER_BYTES
+from kvstore_tiers.resp_address import AddressLookup, RespAddress
+from kvstore_tiers.resp_stream import RespFault, login_refusal, open_stream
 
 Piece = bytes | bytearray | memoryview
 """Bytes to send."""
 
 _LINE_BUFFER_BYTES = 1024
+_SUMMED_BYTES = 256 << 10
+"""Bytes received before they are summed: they are still in the core's own cache then (docs/remote.md)."""
+
+_WAKE_BYTES = 128 << 10
+"""Bytes that are worth waking a thread for, where more are to come (docs/remote.md)."""
+
 _SKIP_BYTES = 64 << 10
-_SKIP_MAX_BYTES = 2 * MAX_BLOCK_BYTES + HEADER_BYTES
-
-
-class RespFault(Exception):
-    """The connection is unusable and must be closed.
-
-    ``silent_s`` is how long the server said nothing, for a timeout; None for anything else.
-    """
-
-    def __init__(self, reason: str, *, silent_s: float | None = None) -> None:
-        super().__init__(reason)
-        self.silent_s = silent_s
-
-    @property
-    def is_timeout(self) -> bool:
-        """Whether time ran out, rather than something breaking."""
-        return self.silent_s is not None
+_SKIP_MAX_BYTES = 2 * MAX_BLOCK_BYTES + SEALED_HEADER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +95,8 @@ class RespConnection:
         self._heard_s = clock()
         stream.settimeout(0)
         self._is_tls = isinstance(stream, ssl.SSLSocket)
+        self._may_wake_late = not self._is_tls and stream.family in (socket.AF_INET, socket.AF_INET6)
+        self._wake_bytes = 1
         self._poll_in = select.poll()
         self._poll_in.register(stream, select.POLLIN)
         self._poll_out = select.poll()
@@ -177,11 +171,17 @@ class RespConnection:
             return None
         raise RespFault(f"unexpected reply of type {kind!r}")
 
-    def read_bulk_into(self, targets: Sequence[memoryview], *, deadline_s: float) -> BulkReply | ErrorReply:
+    def read_bulk_into(
+        self,
+        targets: Sequence[memoryview],
+        *,
+        deadline_s: float,
+        total: RunningChecksum | None = None,
+    ) -> BulkReply | ErrorReply:
         """Read a value into the targets, which it must fill exactly.
 
         A value of another length is read over, so that the stream stays in step; the targets then hold its
-        first bytes, as far as they go.
+        first bytes, as far as they go. ``total`` sums up what goes into the last target, as it comes.
 
         Raises:
             RespFault: no value and no error, a broken connection, or no time left.
@@ -197,7 +197,7 @@ class RespConnection:
         left = length
         for target in targets:
             taken = min(left, len(target))
-            self._read_exactly(target[:taken], deadline_s)
+            self._read_exactly(target[:taken], deadline_s, total if target is targets[-1] else None)
             left -= taken
         self._skip(left, deadline_s)
         end = bytearray(2)
@@ -235,7 +235,7 @@ class RespConnection:
 
     def close(self) -> None:
         """Close the socket. Idempotent."""
-        _close(self._socket)
+        self._socket.close()
 
     def _enter(self, address: RespAddress, deadline_s: float) -> None:
         words = []
@@ -261,17 +261,26 @@ class RespConnection:
                 self._start, self._stop = 0, self._stop - self._start
             if self._stop == len(self._buffer):
                 raise RespFault("a reply line is too long")
-            self._stop += self._receive(memoryview(self._buffer)[self._stop :], deadline_s)
+            self._stop += self._receive(memoryview(self._buffer)[self._stop :], deadline_s, wake_bytes=1)
         line = bytes(self._buffer[self._start : end])
         self._start = end + 2
         return line[:1], line[1:].decode("utf-8", "replace")
 
-    def _read_exactly(self, target: memoryview, deadline_s: float) -> None:
+    def _read_exactly(
+        self, target: memoryview, deadline_s: float, total: RunningChecksum | None = None
+    ) -> None:
         done = min(len(target), self._stop - self._start)
         target[:done] = self._buffer[self._start : self._start + done]
         self._start += done
+        if total is None:
+            while done < len(target):
+                done += self._receive(target[done:], deadline_s)
+            return
+        total.add(target[:done])
         while done < len(target):
-            done += self._receive(target[done:], deadline_s)
+            count = self._receive(target[done : done + _SUMMED_BYTES], deadline_s)
+            total.add(target[done : done + count])
+            done += count
 
     def _skip(self, length_bytes: int, deadline_s: float) -> None:
         scratch = memoryview(bytearray(min(length_bytes, _SKIP_BYTES)))
@@ -280,14 +289,14 @@ class RespConnection:
             self._read_exactly(scratch[:taken], deadline_s)
             length_bytes -= taken
 
-    def _receive(self, target: memoryview, deadline_s: float) -> int:
+    def _receive(self, target: memoryview, deadline_s: float, *, wake_bytes: int = _WAKE_BYTES) -> int:
         try:
             while True:
                 try:
                     count = self._socket.recv_into(target)
                     break
                 except (BlockingIOError, ssl.SSLWantReadError):
-                    self._wait(self._poll_in, deadline_s)
+                    self._wait_for_bytes(min(len(target), wake_bytes), deadline_s)
                 except ssl.SSLWantWriteError:
                     self._wait(self._poll_out, deadline_s)
         except OSError as error:
@@ -298,6 +307,29 @@ class RespConnection:
         if self._heard_s >= deadline_s:
             raise RespFault("no time left", silent_s=0.0)
         return count
+
+    def _wait_for_bytes(self, count: int, deadline_s: float) -> None:
+        """Wait until so many bytes are there, or fewer if no more come. Raises TimeoutError if none came."""
+        self._wake_at(count)
+        try:
+            self._wait(self._poll_in, deadline_s)
+        except TimeoutError:
+            if self._wake_bytes == 1:
+                raise
+            self._wake_at(1)
+            if not self._poll_in.poll(0):
+                raise
+
+    def _wake_at(self, count: int) -> None:
+        """Have ``poll`` return when so many bytes are there (TCP only; other sockets wake at the first)."""
+        if count == self._wake_bytes or not self._may_wake_late:
+            return
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+        except OSError:
+            self._may_wake_late = False
+        else:
+            self._wake_bytes = count
 
     def _wait(self, poll: select.poll, deadline_s: float) -> None:
         """Wait until something moves. Raises TimeoutError."""
@@ -312,77 +344,8 @@ class RespConnection:
         return RespFault(f"the connection broke: {error.strerror or error}")
 
 
-def login_refusal(code: str) -> str:
-    """Say that a server let us not in, or wants a login first, and what helps."""
-    if code == "NOAUTH":
-        return "the server answers NOAUTH: it wants a login: set password in [tiers.remote], and its username"
-    return f"the server refused the login: {code}: check username and password in [tiers.remote]"
-
-
-def open_stream(
-    address: RespAddress,
-    lookup: AddressLookup,
-    *,
-    deadline_s: float,
-    clock: Callable[[], float],
-    tls: ssl.SSLContext | None = None,
-) -> socket.socket:
-    """Connect until a deadline at most, name look-up and TLS handshake included.
-
-    Raises:
-        RespFault: no server, or not in time.
-    """
-    began_s = clock()
-    stream: socket.socket | None = None
-    try:
-        stream = _connected(lookup.find(deadline_s - began_s), deadline_s, clock)
-        if tls is not None:
-            stream.settimeout(max(0.001, deadline_s - clock()))
-            stream = tls.wrap_socket(stream, server_hostname=address.host)
-    except TimeoutError as error:
-        _close(stream)
-        raise RespFault("connecting took too long", silent_s=clock() - began_s) from error
-    except (OSError, ValueError) as error:
-        # ValueError: a host that no resolver could take.
-        _close(stream)
-        raise RespFault(f"cannot connect: {_reason(error)}") from error
-    return stream
-
-
-def _connected(places: Sequence[SocketAddress], until_s: float, clock: Callable[[], float]) -> socket.socket:
-    """Connect to the first address that takes it. Raises OSError."""
-    failure: OSError = TimeoutError()
-    for family, where in places:
-        left_s = until_s - clock()
-        if left_s <= 0:
-            raise TimeoutError
-        stream = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            stream.settimeout(left_s)
-            stream.connect(where)
-            if family != socket.AF_UNIX:
-                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError as error:
-            stream.close()
-            failure = error
-        else:
-            return stream
-    raise failure
-
-
-def _reason(error: OSError | ValueError) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is not accepted: {error.verify_message}"
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
 def _number(text: str) -> int:
     digits = text.removeprefix("-")
     if not digits.isascii() or not digits.isdigit() or len(digits) > 18:
         raise RespFault("a reply has no number where one belongs")
     return int(text)
-
-
-def _close(stream: socket.socket | None) -> None:
-    if stream is not None:
-        stream.close()

@@ -7,8 +7,8 @@ Concurrency. One process (the folder is locked by the tier), one writing thread 
 transaction outlives ``load``. The environment must not be used in a forked child.
 
 Space. The file is preallocated to the map size, so that a full disk shows at open. The map size follows from
-the number of slots of 64 KiB. A record takes 277 bytes and pages may be half full: 640 bytes are reckoned for
-each, beside what copy on write needs for the transactions of the moment.
+the number of slots of 64 KiB. A record takes up to 309 bytes and pages may be half full: 704 bytes are
+reckoned for each, beside what copy on write needs for the transactions of the moment.
 """
 
 import os
@@ -31,7 +31,7 @@ _SUPERBLOCK = struct.Struct("<8sI")
 _SUPERBLOCK_KEY = b"s"
 _FIXED_MAP_BYTES = 16 << 20
 _COPY_ON_WRITE_BYTES = 6 << 20
-_RECKONED_BYTES_PER_RECORD = 640
+_RECKONED_BYTES_PER_RECORD = 704
 _MAP_BYTES_PER_RECORD = 1024
 _SMALLEST_COUNTED_SLOT_BYTES = 64 << 10
 _MAX_READERS = 8

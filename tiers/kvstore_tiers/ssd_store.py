@@ -56,6 +56,7 @@ class SsdStore:
         capacity_bytes: int,
         name: str,
         check_timeout_s: float,
+        is_sealed: bool = False,
         io: DiskIO | None = None,
     ) -> tuple["SsdStore", RecordTable]:
         """Open the folder; returns the store and the records whose slots do not overlap.
@@ -68,6 +69,7 @@ class SsdStore:
         opened: list[Slab | SsdIndex] = []
         try:
             folder.remove_leftovers()
+            folder.settle_seal(is_sealed=is_sealed)
             _preflight(folder, capacity_bytes, check_timeout_s, name=name)
             folder.mark_dirty()
             slab, index, records = _open_parts(folder, capacity_bytes, opened)
