@@ -177,8 +177,8 @@ class _BoundedConnection(Connection):
         )
         self._open_socket = open_socket
 
-    def _connect(self) -> _BoundedSocket:
-        return self._open_socket()
+    def _connect(self) -> socket.socket:
+        return cast("socket.socket", self._open_socket())  # it has what redis-py uses of one
 
 
 @contextmanager
