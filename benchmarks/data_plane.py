@@ -191,8 +191,7 @@ def measure_peer(
     if isinstance(peer, OwnStore):
         unchecked = [_each(peer.fetch_unchecked, *pair) for pair in zip(names, shape.targets, strict=True)]
         bench.run(figures("fetch_into_unchecked"), unchecked, peer.server_pids)
-        if hasattr(peer.client, "view"):
-            bench.run(figures("view"), [_each(peer.view, at) for at in names], peer.server_pids)
+        bench.run(figures("view"), [_each(peer.view, at) for at in names], peer.server_pids)
     for at in names:
         peer.remove(at)
 

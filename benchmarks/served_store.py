@@ -12,7 +12,8 @@ class ServedStore:
     def __init__(self, folder: Path, dram_bytes: int, *, ssd_bytes: int = 0) -> None:
         self.socket_path = folder / "kv.sock"
         config = folder / "store.toml"
-        text = f'[server]\nsocket = "{self.socket_path}"\n[tiers.dram]\ncapacity_bytes = {dram_bytes}\n'
+        text = f'[server]\nlog_level = "warning"\nsocket = "{self.socket_path}"\n'
+        text += f"[tiers.dram]\ncapacity_bytes = {dram_bytes}\n"
         if ssd_bytes:
             text += f'[tiers.ssd]\npath = "{folder / "ssd"}"\ncapacity_bytes = {ssd_bytes}\n'
         config.write_text(text)

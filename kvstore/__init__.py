@@ -9,7 +9,7 @@ from kvstore.held import AsyncLease, AsyncReservation, Lease, LeasedMatch, Reser
 from kvstore.keys import BlockKey, Namespace, PrefixChain
 from kvstore.layout import KVLayout, Part
 from kvstore.miss import MissReason
-from kvstore.results import PrefixMatch, PutResult
+from kvstore.results import EraseReport, PrefixMatch, PutResult
 
 __version__ = "0.1.0"
 
@@ -19,6 +19,7 @@ __all__ = [
     "AsyncReservation",
     "BlockKey",
     "ClientStats",
+    "EraseReport",
     "FetchResult",
     "KVLayout",
     "KVStore",

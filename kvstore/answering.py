@@ -1,12 +1,15 @@
-"""Answers about presence and leases, made of what the manager says."""
+"""Answers about presence, leases and erasures, made of what the manager says."""
 
+import json
 from collections.abc import Sequence
 
 import numpy as np
 
+from kvstore.errors import NamespaceNotOpen
 from kvstore.granting import ReadyCopies
 from kvstore.manager import BlockManager
 from kvstore.messages import (
+    Erase,
     Exists,
     LeaseChain,
     Leased,
@@ -16,11 +19,13 @@ from kvstore.messages import (
     ReadySlot,
     Renew,
     Renewed,
+    Report,
     Seen,
     TierNames,
     timeout_us,
 )
 from kvstore.results import FetchedBlock, LeaseId, Owner
+from kvstore.tenant import tenant_of
 
 
 def answer_ready(found: ReadyCopies) -> Ready:
@@ -42,6 +47,23 @@ def _copy_slots(found: ReadyCopies) -> tuple[ReadySlot, ...]:
         assert copy.checksum is not None, "an arena block has no checksum"
         slots.append(ReadySlot(copy.slot, copy.generation, copy.checksum))
     return tuple(slots)
+
+
+async def answer_erase(manager: BlockManager, request: Erase) -> Report:
+    """Erase a tenant, and report what came of it.
+
+    Raises:
+        NamespaceNotOpen: it is named by a namespace that is not open.
+    """
+    tenant = request.tenant
+    if tenant is None:
+        assert request.namespace is not None, "the message names one of the two"
+        known = manager.namespace(request.namespace)
+        if known is None:
+            digest = request.namespace.hex()[:12]
+            raise NamespaceNotOpen(f"namespace {digest} is not open: name its tenant by the salt")
+        tenant = tenant_of(known.tenant_salt)
+    return Report(json.dumps((await manager.erase(tenant)).as_dict()).encode())
 
 
 async def answer_exists(manager: BlockManager, request: Exists) -> Presence:

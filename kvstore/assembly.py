@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvstore.config import Config, RemoteConfig, SsdConfig
 from kvstore.epoch_file import EpochFile
+from kvstore.erasing import Encryption
 from kvstore.errors import InvalidConfig
 from kvstore.manager import BlockManager
 from kvstore.policy import policy_named
@@ -26,10 +27,10 @@ class Store:
 def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> Store:
     """Build a store that is not open yet: ``await store.manager.open()`` opens its tiers.
 
-    Blocks on the password file if the configuration names one.
+    Blocks on the files of secrets that the configuration names.
 
     Raises:
-        InvalidConfig: the remote tier's password cannot be had, or a tier's package is not installed.
+        InvalidConfig: the remote tier's password or the master keys cannot be had, or a package is missing.
     """
     dram = DramTier(
         capacity_bytes=config.dram.capacity_bytes,
@@ -38,9 +39,18 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
     )
     lower: list[Tier] = []
     if config.ssd is not None:
-        lower.append(_ssd_tier(config.ssd))
+        lower.append(_ssd_tier(config.ssd, is_sealed=config.encryption is not None))
     if config.remote is not None:
         lower.append(_remote_tier(config.remote, clock))
+    folders = () if config.ssd is None else config.ssd.path
+    encryption: Encryption | None = None
+    if config.encryption is not None:
+        with _packages_of(config.encryption.section):
+            # Only a store with encryption needs its package.
+            from kvstore.sealing_assembly import seal
+
+        masters = config.encryption.read_keys()
+        lower, encryption = seal(masters, dram, lower, folders=folders, clock=clock)
     settings = ManagerSettings(
         timeout_s=config.store.timeout_s,
         lease_s=config.store.lease_s,
@@ -53,19 +63,19 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
         pin_budget_ratio=config.store.pin_budget_ratio,
     )
     new_policy = policy_named(config.store.policy)
-    folders = () if config.ssd is None else config.ssd.path
     manager = BlockManager(
         dram,
         lower,
         settings=settings,
         new_policy=new_policy,
         epoch_file=EpochFile([folder / "epochs" for folder in folders]) if folders else None,
+        encryption=encryption,
         clock=clock,
     )
     return Store(manager, dram)
 
 
-def _ssd_tier(config: SsdConfig) -> Tier:
+def _ssd_tier(config: SsdConfig, *, is_sealed: bool = False) -> Tier:
     with _packages_of(config.section):
         # Only a store with such a tier needs its package.
         from kvstore_tiers.ssd import SsdTier
@@ -79,6 +89,7 @@ def _ssd_tier(config: SsdConfig) -> Tier:
             capacity_bytes=config.capacity_bytes,
             io_threads=config.io_threads,
             write_budget_bytes_per_day=config.write_budget_bytes_per_day,
+            is_sealed=is_sealed,
             numbers=numbers,
         )
         for folder in config.path

@@ -31,7 +31,7 @@ class _Waiting(NamedTuple):
     sent_s: float
 
 
-class AsyncLink(asyncio.Protocol):
+class AsyncLink(asyncio.BufferedProtocol):
     """A greeted connection on one event loop."""
 
     def __init__(self, sock: socket.socket, welcome: Welcome, arena: MappedArena | None) -> None:
@@ -91,10 +91,14 @@ class AsyncLink(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Say where the next bytes from the server go."""
+        return self._decoder.space()
+
+    def buffer_updated(self, nbytes: int) -> None:
         """Take bytes from the server."""
         self._heard_s = time.monotonic()
-        self._decoder.feed(data)
+        self._decoder.received(nbytes)
         try:
             while self._transport is not None and (frame := self._decoder.next_frame()) is not None:
                 self._settle(frame)

@@ -23,7 +23,7 @@ from kvstore.errors import (
     TierUnavailable,
     TimedOut,
 )
-from kvstore.keys import Namespace, PrefixChain
+from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import KVLayout, Part
 from kvstore.messages import (
     AdvanceEpoch,
@@ -35,6 +35,7 @@ from kvstore.messages import (
     Demote,
     Done,
     Drop,
+    Erase,
     Failed,
     Flush,
     Lent,
@@ -55,7 +56,8 @@ from kvstore.messages import (
     timeout_us,
 )
 from kvstore.miss import MissReason
-from kvstore.results import BlockReport, PrefixMatch, PutResult
+from kvstore.results import BlockReport, EraseReport, PrefixMatch, PutResult
+from kvstore.tenant import TenantId
 from kvstore.transfer import Bytes, SlotReader, write_slots
 from kvstore.wire import MAX_KEYS
 
@@ -232,6 +234,18 @@ def namespaces_plan() -> Plan[list[Namespace]]:
         ]
     except (KeyError, TypeError, InvalidLayout) as error:
         raise ProtocolMismatch(f"answer: a namespace is malformed: {error}") from error
+
+
+def erase_plan(tenant: TenantId | None, namespace: NamespaceDigest | None) -> Plan[EraseReport]:
+    """Destroy the key of a tenant, or of that of an open namespace."""
+    answer = yield from ask_for(Erase(tenant, namespace), Report)
+    try:
+        value = _load_json(answer.json)
+        if not isinstance(value, dict):
+            raise TypeError("not an object")
+        return EraseReport.from_dict(value)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolMismatch(f"answer: the report of an erasure is malformed: {error}") from error
 
 
 def ping_plan() -> Plan[None]:

@@ -13,11 +13,11 @@ from kvstore.client_calls import Call, ClientCalls, only_block
 from kvstore.client_state import AWAY, ClientState, ClientStats, Timeouts
 from kvstore.errors import ProtocolMismatch
 from kvstore.held import Lease, LeasedMatch, Reservation
-from kvstore.keys import BlockKey, Namespace, PrefixChain
+from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
 from kvstore.link import Dial, Link, unix_dial
 from kvstore.link_pool import LinkPool
-from kvstore.results import BlockReport, PrefixMatch, PutResult
+from kvstore.results import BlockReport, EraseReport, PrefixMatch, PutResult
 from kvstore.server_address import parse_address, parse_http_address, refuse_http_options
 from kvstore.session import CallSession, follow
 from kvstore.shared_link import SharedLink
@@ -313,6 +313,29 @@ class KVStore:
             ServerUnavailable: no server answers in time.
         """
         return self._run(self._calls.advance_epoch(model, timeout_s=timeout_s))
+
+    def erase_tenant(self, salt: bytes, *, timeout_s: float | None = None) -> EraseReport:
+        """Destroy the key of the tenant with that salt, on all nodes, and forget its blocks.
+
+        Nothing that was stored for it can be read again. What its ``problems`` name still has the key; that
+        is tried again until it is gone. The salt itself is not sent.
+
+        Raises:
+            InvalidRequest: the store does not encrypt blocks.
+            TierUnavailable: the store does not have the right master key.
+            ServerUnavailable: no server answers in time.
+        """
+        return self._run(self._calls.erase_tenant(salt, timeout_s=timeout_s))
+
+    def erase_tenant_of(self, namespace: NamespaceDigest, *, timeout_s: float | None = None) -> EraseReport:
+        """As ``erase_tenant``, for the tenant of a namespace that is open in the store.
+
+        Raises:
+            InvalidRequest: the namespace is not open, or the store does not encrypt blocks.
+            TierUnavailable: the store does not have the right master key.
+            ServerUnavailable: no server answers in time.
+        """
+        return self._run(self._calls.erase_tenant_of(namespace, timeout_s=timeout_s))
 
     def namespaces(self, *, timeout_s: float | None = None) -> list[Namespace]:
         """Return the namespaces that clients of the server opened, without their salts.

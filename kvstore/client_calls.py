@@ -29,7 +29,8 @@ from kvstore.holding_calls import Grant, Loan
 from kvstore.keys import KEY_BYTES, BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
 from kvstore.messages import ChainRef
-from kvstore.results import BlockReport, PrefixMatch, PutResult
+from kvstore.results import BlockReport, EraseReport, PrefixMatch, PutResult
+from kvstore.tenant import tenant_of
 from kvstore.transfer import Buffer, require_writable, split_buffers
 
 T = TypeVar("T")
@@ -361,6 +362,16 @@ class ClientCalls:
         """End the present epoch of a model."""
         self._refuse_if_read_only()
         return self._control(lambda _: calls.advance_epoch_plan(model), timeout_s)
+
+    def erase_tenant(self, salt: bytes, *, timeout_s: float | None) -> Call[EraseReport]:
+        """Destroy the key of the tenant with that salt."""
+        self._refuse_if_read_only()
+        return self._control(lambda _: calls.erase_plan(tenant_of(salt), None), timeout_s)
+
+    def erase_tenant_of(self, namespace: NamespaceDigest, *, timeout_s: float | None) -> Call[EraseReport]:
+        """Destroy the key of the tenant of an open namespace."""
+        self._refuse_if_read_only()
+        return self._control(lambda _: calls.erase_plan(None, namespace), timeout_s)
 
     def namespaces(self, *, timeout_s: float | None) -> Call[list[Namespace]]:
         """Ask for the namespaces that clients opened."""

@@ -1,5 +1,6 @@
 """What both clients keep besides connections: timeouts, namespaces, counters, patience with a dead server."""
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -73,12 +74,13 @@ class ClientStats:
 
 
 class ClientState:
-    """Namespaces and counters of one client. Thread-safe."""
+    """Namespaces and counters of one client. Thread-safe, also in a forked child."""
 
     def __init__(self, timeouts: Timeouts, clock: Callable[[], float] = time.monotonic) -> None:
         self.timeouts = timeouts
         self.clock = clock
-        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._own_lock = threading.Lock()
         self._namespaces: dict[NamespaceDigest, Namespace] = {}
         self._public: set[NamespaceDigest] = set()
         self._lengths: dict[NamespaceDigest, tuple[int, int]] = {}  # tokens and bytes of a block
@@ -87,16 +89,22 @@ class ClientState:
         self._pause_s = 0.0
         self._closed_until_s = 0.0
 
+    def _lock(self) -> threading.Lock:
+        """Return this process's lock: an inherited one may be held for ever, by a thread that is not here."""
+        if self._pid != os.getpid():
+            self._own_lock, self._pid = threading.Lock(), os.getpid()
+        return self._own_lock
+
     def open_namespace(self, namespace: Namespace) -> None:
         """Make a namespace's chains usable in this client."""
-        with self._lock:
+        with self._lock():
             digest, layout = namespace.digest, namespace.layout
             self._lengths[digest] = layout.block_tokens, layout.block_bytes
             self._namespaces[digest] = namespace
 
     def note_public(self, digest: NamespaceDigest) -> None:
         """Remember that a namespace was opened as one that tenants share."""
-        with self._lock:
+        with self._lock():
             self._public.add(digest)
 
     def is_public(self, digest: NamespaceDigest) -> bool:
@@ -145,7 +153,7 @@ class ClientState:
 
     def note_away(self, error: KVStoreError) -> MissReason:
         """Count a call that the server did not serve; returns the reason it is a miss for."""
-        with self._lock:
+        with self._lock():
             at = self._stats
             if isinstance(error, TimedOut):
                 self._stats = replace(at, timeouts=at.timeouts + 1)
@@ -155,22 +163,22 @@ class ClientState:
 
     def note_corrupt(self) -> None:
         """Count a block whose bytes were wrong after the copy."""
-        with self._lock:
+        with self._lock():
             self._stats = replace(self._stats, checksum_failures=self._stats.checksum_failures + 1)
 
     def note_protocol_error(self) -> None:
         """Count a connection that was closed because of what the server sent."""
-        with self._lock:
+        with self._lock():
             self._stats = replace(self._stats, protocol_errors=self._stats.protocol_errors + 1)
 
     def note_ended_lease(self) -> None:
         """Count a view of a lease that has ended."""
-        with self._lock:
+        with self._lock():
             self._stats = replace(self._stats, ended_leases=self._stats.ended_leases + 1)
 
     def note_connected(self, instance: bytes) -> None:
         """Count a connection, and a restart if the instance is another than before."""
-        with self._lock:
+        with self._lock():
             at = self._stats
             restarts = at.server_restarts + (self._instance not in (None, instance))
             self._stats = replace(at, connects=at.connects + 1, server_restarts=restarts)
@@ -179,18 +187,18 @@ class ClientState:
 
     def note_linked(self) -> None:
         """Count a connection to a server that does not say which instance it is."""
-        with self._lock:
+        with self._lock():
             self._stats = replace(self._stats, connects=self._stats.connects + 1)
             self._pause_s = self._closed_until_s = 0.0
 
     def note_refused(self) -> None:
         """Count a call that the server refused to this caller."""
-        with self._lock:
+        with self._lock():
             self._stats = replace(self._stats, refused=self._stats.refused + 1)
 
     def note_not_connected(self) -> None:
         """Count a failed attempt to connect: calls of the data path do not try again for a while."""
-        with self._lock:
+        with self._lock():
             self._pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._pause_s))
             self._closed_until_s = self.clock() + self._pause_s
 

@@ -301,7 +301,32 @@ class RemoteConfig:
         return self.password.read(environ, key=f"[{self.section}] password")
 
 
-SectionConfig = ServerConfig | HttpConfig | StoreConfig | DramConfig | SsdConfig | RemoteConfig
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncryptionConfig:
+    """``[encryption]``: blocks on ssd and remote, encrypted. Without this section they are in the clear."""
+
+    section: ClassVar[str] = "encryption"
+
+    keys: SecretSource = _required(
+        Rule(
+            "Where the master keys are: 64 hex digits a line, the first in use, others being replaced.",
+            Kind.PLACE,
+        ),
+        SecretSource,
+    )
+
+    def read_keys(self, environ: Mapping[str, str] = os.environ) -> str:
+        """Return the text with the master keys. Blocks on a file.
+
+        Raises:
+            InvalidConfig: as ``SecretSource.read_text``.
+        """
+        return self.keys.read_text(environ, key=f"[{self.section}] keys")
+
+
+SectionConfig = (
+    ServerConfig | HttpConfig | StoreConfig | DramConfig | SsdConfig | RemoteConfig | EncryptionConfig
+)
 SECTIONS: tuple[type[SectionConfig], ...] = (
     ServerConfig,
     HttpConfig,
@@ -309,6 +334,7 @@ SECTIONS: tuple[type[SectionConfig], ...] = (
     DramConfig,
     SsdConfig,
     RemoteConfig,
+    EncryptionConfig,
 )
 """Every section, in the order of the reference."""
 
@@ -336,7 +362,7 @@ class EffectiveValue:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A whole configuration. ``http``, ``ssd`` and ``remote`` are None where there is no such section."""
+    """A whole configuration. Sections that may be absent are None then."""
 
     server: ServerConfig = field(default_factory=ServerConfig)
     http: HttpConfig | None = None
@@ -344,6 +370,7 @@ class Config:
     dram: DramConfig = field(default_factory=DramConfig)
     ssd: SsdConfig | None = None
     remote: RemoteConfig | None = None
+    encryption: EncryptionConfig | None = None
     source: str = field(default="built-in defaults", compare=False)
     given: frozenset[tuple[str, str]] = field(default=frozenset(), compare=False, repr=False)
 
@@ -388,11 +415,18 @@ class Config:
             dram=_build(DramConfig, tables, source),
             ssd=_build(SsdConfig, tables, source) if SsdConfig.section in tables else None,
             remote=_build(RemoteConfig, tables, source) if RemoteConfig.section in tables else None,
+            encryption=(
+                _build(EncryptionConfig, tables, source) if EncryptionConfig.section in tables else None
+            ),
             source=source,
             given=frozenset((section, key) for section, table in tables.items() for key in table),
         )
         _check_together(config)
         return config
+
+    def _sections(self) -> tuple[SectionConfig | None, ...]:
+        tiers = (self.dram, self.ssd, self.remote)
+        return (self.server, self.http, self.store, *tiers, self.encryption)
 
     def effective(self) -> list[EffectiveValue]:
         """Return every key in force with its value and where that comes from. Holds no secrets."""
@@ -403,7 +437,7 @@ class Config:
                 getattr(part, item.name),
                 self.source if (part.section, item.name) in self.given else "default",
             )
-            for part in (self.server, self.http, self.store, self.dram, self.ssd, self.remote)
+            for part in self._sections()
             if part is not None
             for item in fields(part)
         ]

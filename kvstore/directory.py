@@ -57,7 +57,8 @@ class Copy:
     """One copy in one tier.
 
     ``slot`` and ``checksum`` belong to copies in the top tier, and so does ``generation``: that of the slot,
-    None until somebody asks for it. ``is_counted`` says that the parent counts this copy among its children.
+    None until somebody asks for it. ``is_counted`` says that the parent counts this copy among its children,
+    ``why_dropping`` what the reason is of one that leaves when nobody keeps it.
     """
 
     state: CopyState
@@ -65,6 +66,7 @@ class Copy:
     checksum: int | None = None
     is_counted: bool = False
     generation: int | None = None
+    why_dropping: MissReason = MissReason.CORRUPT
 
 
 @dataclass(slots=True, eq=False)
@@ -262,7 +264,7 @@ class Directory:
         by_name, ready = self._by_name, CopyState.READY
         fastest = tier if tier in self._certain_tiers else None
         # A start files them by the hundred thousand: nothing is called that can be spared.
-        for (namespace, part, key), parent, depth, layout, length_bytes, _ in headers:
+        for (namespace, part, key), parent, depth, layout, length_bytes, _, _ in headers:
             if (namespace, part, layout, length_bytes) != about:
                 about = (namespace, part, layout, length_bytes)
                 shelf = self._shelf_of(about)
@@ -398,6 +400,15 @@ class Directory:
     def forget_gone(self, name: StorageKey) -> None:
         """Drop the record of a block that is stored again."""
         self._gone.pop(name, None)
+
+    def entries_of(self, is_meant: Callable[[Namespace], bool]) -> list[BlockEntry]:
+        """Return the entries in all open namespaces that a predicate accepts."""
+        return [
+            entry
+            for (digest, _), shelf in self._shelves.items()
+            if (known := self._namespaces.get(digest)) is not None and is_meant(known)
+            for entry in shelf.entries.values()
+        ]
 
     def entries(self) -> Iterator[BlockEntry]:
         """Yield every entry."""

@@ -44,21 +44,23 @@ _MAX_EPOCH = (1 << 63) - 1
 _RECORD = struct.Struct("<8sQ")
 _MAGIC = b"KVEPOCH1"
 _LAYOUT = hashlib.sha256(b"kvstore.epoch.record.1").digest()
-_NAMESPACE = NamespaceDigest(hashlib.sha256(b"kvstore.epochs").digest())
+EPOCH_RECORDS = NamespaceDigest(hashlib.sha256(b"kvstore.epochs").digest())
+"""The namespace of the records that share epochs."""
+
 _SHARE_TIMEOUT_S = 1.0
 
 
 def epoch_record_id(model: str) -> BlockId:
     """Return the name under which the remote tier holds a model's epoch: like a block, header and all."""
-    key = BlockKey(hashlib.sha256(_NAMESPACE + model.encode()).digest())
-    return BlockId(_NAMESPACE, Part(0, 1, 0, 1), key)
+    key = BlockKey(hashlib.sha256(EPOCH_RECORDS + model.encode()).digest())
+    return BlockId(EPOCH_RECORDS, Part(0, 1, 0, 1), key)
 
 
 def _record(model: str, epoch: int) -> WriteRequest:
     payload = _RECORD.pack(_MAGIC, epoch)
     header = BlockHeader(
         block=epoch_record_id(model),
-        parent=BlockKey(_NAMESPACE),
+        parent=BlockKey(EPOCH_RECORDS),
         depth=0,
         layout=_LAYOUT,
         length_bytes=len(payload),

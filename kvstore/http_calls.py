@@ -21,7 +21,7 @@ from kvstore.http_link import HttpAnswer, HttpRequest, Piece, json_object
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import KVLayout, Part
 from kvstore.miss import MissReason
-from kvstore.results import BlockReport, PrefixMatch, PutResult
+from kvstore.results import BlockReport, EraseReport, PrefixMatch, PutResult
 from kvstore.transfer import Bytes
 
 T = TypeVar("T")
@@ -180,6 +180,14 @@ def read_reason(told: Mapping[str, Any]) -> MissReason | None:  # Any: JSON
 def read_count(name: str) -> Callable[[HttpAnswer], int]:
     """Return a reader of one number."""
     return lambda answer: _count(answer.json(), name)
+
+
+def read_erasure(answer: HttpAnswer) -> EraseReport:
+    """Read what an erasure came to."""
+    try:
+        return EraseReport.from_dict(answer.json())
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolMismatch("http: the report of an erasure is malformed") from error
 
 
 def read_seconds(name: str) -> Callable[[HttpAnswer], float]:

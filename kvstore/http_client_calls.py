@@ -17,10 +17,11 @@ from kvstore.holding_calls import Grant, Loan
 from kvstore.http_calls import Fetching, Putting
 from kvstore.http_link import HttpAnswer, HttpRequest
 from kvstore.http_session import HttpSession
-from kvstore.keys import BlockKey, Namespace, PrefixChain
+from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
 from kvstore.miss import MissReason
-from kvstore.results import BlockReport, PrefixMatch, PutResult
+from kvstore.results import BlockReport, EraseReport, PrefixMatch, PutResult
+from kvstore.tenant import tenant_of
 from kvstore.transfer import Buffer, Bytes, require_writable, split_buffers
 from kvstore.wire import MAX_KEYS
 
@@ -253,6 +254,21 @@ class HttpClientCalls(ClientCalls):
         self._refuse_if_read_only()
         request = HttpRequest.of_json("POST", "/v1/admin/epoch", {"model": model})
         return self._whole(request, http_calls.read_count("epoch"), timeout_s)
+
+    def erase_tenant(self, salt: bytes, *, timeout_s: float | None) -> HttpCall[EraseReport]:
+        """Destroy the key of the tenant with that salt."""
+        return self._erase({"tenant_id": tenant_of(salt).hex()}, timeout_s)
+
+    def erase_tenant_of(
+        self, namespace: NamespaceDigest, *, timeout_s: float | None
+    ) -> HttpCall[EraseReport]:
+        """Destroy the key of the tenant of an open namespace."""
+        return self._erase({"namespace": namespace.hex()}, timeout_s)
+
+    def _erase(self, named: dict[str, str], timeout_s: float | None) -> HttpCall[EraseReport]:
+        self._refuse_if_read_only()
+        request = HttpRequest.of_json("POST", "/v1/admin/erase", named)
+        return self._whole(request, http_calls.read_erasure, timeout_s)
 
     def namespaces(self, *, timeout_s: float | None) -> HttpCall[list[Namespace]]:
         """Ask for the namespaces that clients opened."""

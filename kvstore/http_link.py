@@ -70,12 +70,14 @@ class HttpAnswer:
         """Fill ``target`` from the body.
 
         Raises:
-            ProtocolMismatch: the body ends before.
+            ProtocolMismatch: the body is shorter.
+            ServerUnavailable: the connection ended before the body did.
         """
         done = 0
         while done < len(target):
             count = self._response.readinto(target[done:])
             if not count:
+                self._require_whole()
                 raise ProtocolMismatch(f"http: an answer ended {len(target) - done} bytes too early")
             done += count
 
@@ -90,17 +92,27 @@ class HttpAnswer:
 
         Raises:
             ProtocolMismatch: it is longer.
+            ServerUnavailable: the connection ended before the body did.
         """
         data = self._response.read(max_bytes + 1)
         if len(data) > max_bytes:
             raise ProtocolMismatch(f"http: an answer of more than {max_bytes} bytes")
+        self._require_whole()
         return data
+
+    def _require_whole(self) -> None:
+        """Tell a server that died from one that lied: what was announced and did not come was cut off."""
+        if self._response.length:
+            raise ServerUnavailable(
+                f"server: it closed the connection {self._response.length} bytes too early"
+            )
 
     def json(self) -> dict[str, Any]:  # Any: JSON
         """Return the object that the rest of the body holds.
 
         Raises:
             ProtocolMismatch: it holds none, or is too long.
+            ServerUnavailable: the connection ended before the body did.
         """
         return json_object(self.rest())
 
@@ -189,11 +201,12 @@ class HttpLink:
             return
         places = self._lookup.places(deadline_s)
         failure: OSError = TimeoutError()
-        for family, where in places:
+        for index, (family, where) in enumerate(places):
             plain = _TimedSocket(family, socket.SOCK_STREAM)
             plain.deadline_s = deadline_s
             try:
-                plain.settimeout(_patience_s(deadline_s))
+                # An address that swallows everything leaves the others their share of the time.
+                plain.settimeout(_patience_s(deadline_s) / (len(places) - index))
                 plain.connect(where)
                 plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._socket = plain if self._tls is None else self._encrypted(self._tls, plain, deadline_s)

@@ -208,6 +208,15 @@ class LeaseTable:
             if lent.entry is None
         ]
 
+    def unnamed_slots(self) -> list[Slot]:
+        """Return the slots themselves that have no name yet."""
+        return [
+            slot
+            for holdings in self._owners.values()
+            for slot, lent in holdings.slots.items()
+            if lent.entry is None
+        ]
+
     def leased_bytes(self, namespace: NamespaceDigest) -> int:
         """Payload bytes of a namespace's leased blocks, each counted once."""
         return self._leased_bytes.get(namespace, 0)

@@ -9,6 +9,7 @@ import contextlib
 import os
 import select
 import socket
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,7 @@ _AWAKE_S = 100e-6
 """How long an answer is waited for without going to sleep, if the one before it came as soon."""
 
 _GREETING_ID = 0
+_PEER = struct.Struct("3i")
 _ARENA_DESCRIPTORS = 2
 
 
@@ -69,6 +71,8 @@ class Link:
         self._next_id = _GREETING_ID + 1
         self._is_clean = True
         self._answers_soon = False
+        # In our own process the server needs the interpreter that waiting awake would take from it.
+        self._may_stay_awake = _peer_pid(sock) != os.getpid()
         self.welcome = welcome
         self.arena = arena
         self.opened: set[NamespaceDigest] = set()
@@ -186,7 +190,7 @@ class Link:
             decoder.received(count)
             frame = decoder.next_frame()
             if frame is not None:
-                self._answers_soon = time.monotonic() - asked_s < _AWAKE_S
+                self._answers_soon = self._may_stay_awake and time.monotonic() - asked_s < _AWAKE_S
                 return frame
 
     def _wait(self, awake_until_s: float, deadline_s: float) -> None:
@@ -202,6 +206,12 @@ class Link:
             os.sched_yield()
         if not poll(1e3 * _patience_s(deadline_s)):
             raise TimeoutError
+
+
+def _peer_pid(sock: socket.socket) -> int:
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    pid: int = _PEER.unpack(credentials)[0]
+    return pid
 
 
 def _poll(sock: socket.socket, events: int) -> "select.poll":

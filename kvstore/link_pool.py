@@ -51,14 +51,21 @@ class LinkPool:
         try:
             if self._is_closed:
                 raise InvalidRequest("client: it is closed")
-            if self._shared is None or self._shared.is_lost:
+            shared = self._shared
+            if shared is None or shared.is_lost:
                 self._state.check_may_connect()
-                if self._shared is not None:
-                    self._shared.close()
-                self._shared = self._connect_shared(deadline_s)
-            return self._shared
+                if shared is not None:
+                    shared.close()
+                self._shared = shared = self._connect_shared(deadline_s)
+                self._close_if_closed(shared)
+            return shared
         finally:
             self._sharing.release()
+
+    def _close_if_closed(self, shared: SharedLink) -> None:
+        """``close`` may have looked before it was there to be closed."""
+        if self._is_closed:
+            shared.close()
 
     def close(self) -> None:
         """Close every connection; one in use by one call is closed when its call ends."""

@@ -171,7 +171,7 @@ class Loader:
             if item.entry.is_ready(state.top.name):
                 continue
             if load is None and state.top.name in item.entry.copies:
-                return index, MissReason.CORRUPT
+                return index, item.entry.copies[state.top.name].why_dropping
             if load is None:
                 return index, MissReason.NO_ROOM if within == len(wanted) else MissReason.QUOTA
             return index, _miss_reason(load.result()) if load.done() else MissReason.TIMED_OUT
@@ -294,7 +294,7 @@ class Loader:
             load, entry.loading = entry.loading, None
             if outcome.status is ReadStatus.ABSENT and not source.is_shared:
                 # Nobody but us takes blocks out of it, so it lost this one.
-                outcome = replace(outcome, reason=MissReason.UNAVAILABLE)
+                outcome = replace(outcome, reason=outcome.reason or MissReason.UNAVAILABLE)
             if outcome.status is ReadStatus.OK and outcome.header is not None:
                 ready = Copy(CopyState.READY, slot, outcome.header.checksum)
                 state.directory.set_copy(entry, state.top.name, ready)

@@ -10,6 +10,7 @@ from kvstore.departing import Departure
 from kvstore.directory import BlockEntry, Directory
 from kvstore.epoch_file import EpochFile
 from kvstore.epochs import EpochKeeper
+from kvstore.erasing import Encryption, Eraser
 from kvstore.errors import InvalidRequest
 from kvstore.explain import explain
 from kvstore.fetching import Fetcher
@@ -24,9 +25,19 @@ from kvstore.policy import EvictionPolicy, LruPolicy
 from kvstore.presence import find_present
 from kvstore.putting import Putter
 from kvstore.recency import Uses
-from kvstore.results import BlockReport, Fetched, LeaseId, MatchedLease, Owner, PrefixMatch, Reserved
+from kvstore.results import (
+    BlockReport,
+    EraseReport,
+    Fetched,
+    LeaseId,
+    MatchedLease,
+    Owner,
+    PrefixMatch,
+    Reserved,
+)
 from kvstore.space import Space
 from kvstore.state import ManagerSettings, State
+from kvstore.tenant import TenantId
 from kvstore.tier import Slot, SlotTier, Tier
 
 logger = logging.getLogger(__name__)
@@ -60,6 +71,7 @@ class BlockManager:
         settings: ManagerSettings | None = None,
         new_policy: Callable[[], EvictionPolicy] = LruPolicy,
         epoch_file: EpochFile | None = None,
+        encryption: Encryption | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         names = [top.name, *(tier.name for tier in lower)]
@@ -78,6 +90,7 @@ class BlockManager:
         self._space = Space(self._state, self._mover)
         self._loader = Loader(self._state, self._space, self._mover.write_through)
         self._epochs = EpochKeeper(self._state, self._space, epoch_file)
+        self._eraser = None if encryption is None else Eraser(self._state, self._space, encryption)
         self._learner = Learner(self._state, self._epochs)
         self._uses = Uses(self._state)
         self._granter = Granter(self._state, self._uses, self._mover)
@@ -99,6 +112,8 @@ class BlockManager:
             for tier in state.all_tiers():
                 await tier.open()
                 opened.push_async_callback(tier.close)
+            if self._eraser is not None:
+                await self._eraser.open()
             await self._learner.learn()
             opened.pop_all()
         self._mover.start()
@@ -107,6 +122,8 @@ class BlockManager:
             asyncio.create_task(self._age_forever(), name="manager-age"),
             asyncio.create_task(self._epochs.poll_forever(), name="manager-epochs"),
         ]
+        if self._eraser is not None:
+            self._maintenance.append(asyncio.create_task(self._eraser.poll_forever(), name="manager-eraser"))
 
     async def close(self, *, drain_s: float = 5.0) -> None:
         """Drain for up to ``drain_s`` seconds, then close the tiers. Idempotent; goes on if cancelled.
@@ -128,6 +145,8 @@ class BlockManager:
         if not await self._loader.stop(timeout_s=_CLOSE_S):
             logger.warning("closing: loads have not ended after %g s: abandoned", _CLOSE_S)
         await self._uses.tell()
+        if self._eraser is not None:
+            await asyncio.wait([asyncio.ensure_future(self._eraser.close())], timeout=_CLOSE_S)
         for tier in reversed(self._state.all_tiers()):
             closing = asyncio.ensure_future(tier.close())
             await asyncio.wait([closing], timeout=_CLOSE_S)
@@ -374,6 +393,19 @@ class BlockManager:
         """
         return await self._epochs.advance(model)
 
+    async def erase(self, tenant: TenantId) -> EraseReport:
+        """Destroy a tenant's key on every node, and forget its blocks: none of them can be read again.
+
+        Raises:
+            InvalidRequest: blocks are not encrypted here.
+            TierUnavailable: the master key is not the right one.
+        """
+        if self._eraser is None:
+            raise InvalidRequest(
+                "erase: [encryption] is not configured, so there is no key to destroy: drop the blocks"
+            )
+        return await self._eraser.erase(tenant)
+
     async def reclaim(self) -> None:
         """Drop a batch of blocks of ended epochs; runs by itself several times a second."""
         await self._epochs.reclaim()
@@ -430,6 +462,7 @@ class BlockManager:
             "owners": state.leases.num_owners,
             "loads": self._loader.num_loads,
             "epochs": state.directory.epochs(),
+            "encryption": {"is_on": False} if self._eraser is None else self._eraser.stats(),
             **state.counters.as_dict(),
         }
 

@@ -32,6 +32,7 @@ from kvstore.requests import (
     Commit,
     Demote,
     Drop,
+    Erase,
     Exists,
     Fetch,
     Flush,
@@ -83,6 +84,7 @@ Request: TypeAlias = (
     | ReportDamage
     | HelloReader
     | Peek
+    | Erase
 )
 Answer: TypeAlias = (
     Welcome | Done | Count | Matched | Ready | Lent | Report | Presence | Leased | Renewed | Seen | Failed
@@ -116,6 +118,7 @@ _REQUESTS: dict[int, type[Request]] = {
         ReportDamage,
         HelloReader,
         Peek,
+        Erase,
     )
 }
 _ANSWERS: dict[int, type[Answer]] = {
@@ -165,6 +168,7 @@ __all__ = [
     "Demote",
     "Done",
     "Drop",
+    "Erase",
     "Exists",
     "Failed",
     "FailureCode",

@@ -22,4 +22,5 @@ class MissReason(enum.Enum):
     NOT_ADMITTED = "not_admitted"
     OTHER_EPOCH = "other_epoch"
     OTHER_NAMESPACE = "other_namespace"
+    ERASED = "erased"
     BEHIND_MISS = "behind_miss"

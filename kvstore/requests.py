@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Self
 
 from kvstore.errors import InvalidLayout, InvalidRequest, ProtocolMismatch
-from kvstore.keys import Namespace
+from kvstore.keys import KEY_BYTES, Namespace, NamespaceDigest
 from kvstore.layout import MAX_BLOCK_BYTES, KVLayout
 from kvstore.message_fields import (
     MAX_TIMEOUT_US,
@@ -22,6 +22,7 @@ from kvstore.message_fields import (
     integer,
     text,
 )
+from kvstore.tenant import TenantId
 from kvstore.wire import MAX_KEYS
 
 
@@ -405,3 +406,28 @@ class Peek(ChainRequest):
     """As Fetch, but blocks that are all in the arena now are not leased: the reader's checks must do."""
 
     KIND: ClassVar[int] = 25
+
+
+@dataclass(frozen=True, slots=True)
+class Erase:
+    """Destroy the key of a tenant, named by its id or by an open namespace of it, and forget its blocks."""
+
+    KIND: ClassVar[int] = 26
+    tenant: TenantId | None
+    namespace: NamespaceDigest | None
+
+    def to_wire(self) -> Values:
+        """Return the two, of which one is nil."""
+        return (self.tenant, self.namespace)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked request."""
+        count_fields(values, 2, "erase")
+        tenant, namespace = values
+        if (tenant is None) == (namespace is None):
+            raise ProtocolMismatch("message: erase names either a tenant or a namespace")
+        if tenant is not None:
+            return cls(TenantId(byte_string(tenant, "tenant", low=KEY_BYTES, high=KEY_BYTES)), None)
+        digest = byte_string(namespace, "namespace", low=KEY_BYTES, high=KEY_BYTES)
+        return cls(None, NamespaceDigest(digest))

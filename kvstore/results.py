@@ -153,6 +153,53 @@ class BlockReport:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class EraseReport:
+    """What erasing a tenant came to.
+
+    ``keys`` counts the keys destroyed here, ``blocks`` the blocks forgotten, by tier. ``leased_blocks`` are
+    still in memory, matched by nobody, and are overwritten when their leases end. ``problems`` names the
+    places that still have, or may have, the key: each is tried again until it takes the erasure.
+    """
+
+    keys: int
+    blocks: Mapping[str, int]
+    leased_blocks: int = 0
+    problems: tuple[str, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the key is gone everywhere."""
+        return not self.problems
+
+    def as_dict(self) -> dict[str, object]:
+        """Return a JSON-ready form."""
+        return {
+            "is_complete": self.is_complete,
+            "keys": self.keys,
+            "blocks": dict(self.blocks),
+            "leased_blocks": self.leased_blocks,
+            "problems": list(self.problems),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> "EraseReport":
+        """Return the report in its JSON-ready form.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is not that form.
+        """
+        blocks, problems = data["blocks"], data["problems"]
+        if not isinstance(blocks, Mapping) or not isinstance(problems, list):
+            raise TypeError("blocks is not an object, or problems not a list")
+        return cls(
+            keys=int(str(data["keys"])),
+            blocks={str(tier): int(str(count)) for tier, count in blocks.items()},
+            leased_blocks=int(str(data["leased_blocks"])),
+            problems=tuple(str(problem) for problem in problems),
+        )
+
+
 def first_difference(reports: Sequence[BlockReport]) -> int | None:
     """Return the position of the first block that is not served, or None."""
     return next((i for i, report in enumerate(reports) if report.reason is not None), None)

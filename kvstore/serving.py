@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
 from kvstore.answering import (
+    answer_erase,
     answer_exists,
     answer_lease,
     answer_match_and_lease,
@@ -39,6 +40,7 @@ from kvstore.messages import (
     Demote,
     Done,
     Drop,
+    Erase,
     Exists,
     Failed,
     FailureCode,
@@ -397,6 +399,8 @@ class Connection(asyncio.BufferedProtocol):
                 return Report(json.dumps([report.as_dict() for report in reports]).encode())
             case AdvanceEpoch(model):
                 return Count(await self._manager.advance_epoch(model))
+            case Erase():
+                return await answer_erase(self._manager, request)
             case ListNamespaces():
                 return Report(json.dumps(self._namespaces_without_salts()).encode())
             case Flush(timeout_us):

@@ -61,6 +61,7 @@ class SharedLink:
         self._next_id = 1
         self._heard_s = time.monotonic()
         self._is_being_read = False
+        self._is_taking_in = False
         self._failure: KVStoreError | None = None
 
     @classmethod
@@ -162,6 +163,12 @@ class SharedLink:
         try:
             while not is_over():
                 self._read_once(deadline_s)
+        except BaseException:
+            if self._is_taking_in:
+                # What was received may be lost with the interrupt: the stream could be out of step.
+                with self._changed:
+                    self._fail(ServerUnavailable("client: interrupted while it received an answer"))
+            raise
         finally:
             with self._changed:
                 self._is_being_read = False
@@ -174,6 +181,7 @@ class SharedLink:
         poll = select.poll()
         poll.register(self._sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
         poll.poll(min(_LOOK_S, max(0.0, deadline_s - time.monotonic())) * 1000)
+        self._is_taking_in = True
         try:
             data = self._sock.recv(_RECEIVE_BYTES)
         except BlockingIOError:
@@ -181,13 +189,14 @@ class SharedLink:
         except OSError as error:
             with self._changed:
                 self._fail(ServerUnavailable(f"server: connection lost: {error}"))
-            return
+            data = None
         with self._changed:
             self._send()
             if data:
                 self._take_in(data)
             elif data is not None:
                 self._fail(ServerUnavailable("server: it closed the connection"))
+        self._is_taking_in = False
 
     def _take_in(self, data: bytes) -> None:
         self._heard_s = time.monotonic()

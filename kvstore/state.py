@@ -56,6 +56,8 @@ class ManagerSettings:
 class State:
     """Directory, leases, policies and counters over one top tier and the tiers below it, fastest first.
 
+    ``doomed`` slots hold what was erased, and are overwritten before they are free.
+
     Read and changed on one event loop's thread only, never across an await without looking again.
     """
 
@@ -68,6 +70,8 @@ class State:
     leases: LeaseTable = field(default_factory=LeaseTable)
     counters: Counters = field(default_factory=Counters)
     freed: asyncio.Event = field(default_factory=asyncio.Event)
+    doomed: set[Slot] = field(default_factory=set)
+    overwrite: Callable[[Sequence[Slot]], None] | None = None
     beliefs: dict[str, Beliefs] = field(default_factory=dict)
 
     def all_tiers(self) -> list[SlotTier | Tier]:
@@ -110,8 +114,15 @@ class State:
     def free_slots(self, slots: Sequence[Slot]) -> None:
         """Give slots of the top tier back."""
         if slots:
-            self.top.free(slots)
-            self.freed.set()
+            self._free(slots)
+
+    def _free(self, slots: Sequence[Slot]) -> None:
+        doomed = self.doomed.intersection(slots) if self.doomed else ()
+        if doomed and self.overwrite is not None:
+            self.overwrite(list(doomed))
+            self.doomed -= doomed
+        self.top.free(slots)
+        self.freed.set()
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[list[BlockEntry]]:
@@ -140,12 +151,13 @@ class State:
             return
         top_copy = entry.copies.get(self.top.name)
         if top_copy is not None and top_copy.state is CopyState.DROPPING:
-            self.forget_copy(entry, self.top.name, MissReason.CORRUPT)
+            self.forget_copy(entry, self.top.name, top_copy.why_dropping)
         self.directory.prune(entry)
         self.freed.set()
 
-    def quarantine_top(self, entry: BlockEntry) -> None:
-        """Match a damaged top copy no more; its slot is freed once nobody keeps the block."""
+    def quarantine_top(self, entry: BlockEntry, reason: MissReason = MissReason.CORRUPT) -> None:
+        """Match a top copy no more; its slot is freed once nobody keeps the block."""
+        entry.copies[self.top.name].why_dropping = reason
         self.directory.set_state(entry, self.top.name, CopyState.DROPPING)
         self.policies[self.top.name].remove(entry.name)
         self.note_release(entry)
@@ -200,5 +212,4 @@ class State:
         if tier in self.policies:
             self.policies[tier].remove(entry.name)
         if tier == self.top.name and copy.slot is not None:
-            self.top.free([copy.slot])
-            self.freed.set()
+            self._free([copy.slot])

@@ -146,8 +146,7 @@ class MemoryTier:
         if held is None:
             return ReadOutcome(ReadStatus.ABSENT)
         header, data = held
-        asked = (request.block, request.layout, request.length_bytes)
-        if asked != (header.block, header.layout, header.length_bytes):
+        if not request.wants(header):
             return ReadOutcome(ReadStatus.MISMATCH)
         if len(data) != header.length_bytes or checksum(data) != header.checksum:
             del self.stored[request.block.storage_key]
@@ -162,6 +161,8 @@ class MemoryTier:
         if not self.has_room(length):
             return WriteStatus.FULL
         key = request.header.block.storage_key
+        if request.only_if_absent and key in self.stored:
+            return WriteStatus.REFUSED
         self.stored.pop(key, None)
         self.stored[key] = (request.header, request.buffer[:length].tobytes())
         return WriteStatus.OK

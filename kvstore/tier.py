@@ -51,18 +51,27 @@ class BlockId(NamedTuple):
 
 
 _HEADER = struct.Struct("<4sHHI32s8s32s32s32sIQ")
+_HEADER_START = struct.Struct("<4sHH")
 _HEADER_MAGIC = b"KVBH"
-_HEADER_VERSION = 1
 _HEADER_CRC = struct.Struct("<Q")
 HEADER_BYTES = 192
-"""Size of a packed header, zero-padded."""
+"""Size of a packed header of a copy in the clear, zero-padded."""
+
+SEAL_BYTES = 56
+"""Size of what a header says of the encryption of its copy."""
+
+SEALED_HEADER_BYTES = _HEADER.size + SEAL_BYTES + _HEADER_CRC.size
+"""Size of a packed header of an encrypted copy."""
+
+_VERSION_OF_SIZE = {HEADER_BYTES: 1, SEALED_HEADER_BYTES: 2}
 
 
 class BlockHeader(NamedTuple):
     """What travels with every stored copy: who it is, what its bytes look like, and their checksum.
 
     ``parent`` is the key before it in its chain (the namespace digest for block 0) and ``depth`` its index
-    there. ``length_bytes`` counts payload bytes; ``checksum`` is their xxh3-64.
+    there. ``length_bytes`` counts payload bytes; ``checksum`` is the xxh3-64 of the bytes stored. ``seal``
+    is empty for a copy in the clear; for an encrypted one it holds 56 bytes that tiers pass on unread.
     """
 
     block: BlockId
@@ -71,13 +80,20 @@ class BlockHeader(NamedTuple):
     layout: bytes
     length_bytes: int
     checksum: int
+    seal: bytes = b""
+
+    @property
+    def packed_bytes(self) -> int:
+        """Size of the stored form."""
+        return SEALED_HEADER_BYTES if self.seal else HEADER_BYTES
 
     def pack(self) -> bytes:
-        """Return the stored form: 192 bytes, ending in an xxh3-64 over the bytes before it."""
-        body = _HEADER.pack(
+        """Return the stored form: 192 bytes, 224 if sealed, ending in an xxh3-64 over those before it."""
+        size = self.packed_bytes
+        fields = _HEADER.pack(
             _HEADER_MAGIC,
-            _HEADER_VERSION,
-            HEADER_BYTES,
+            _VERSION_OF_SIZE[size],
+            size,
             self.length_bytes,
             self.block.key,
             self.block.part.pack(),
@@ -86,25 +102,27 @@ class BlockHeader(NamedTuple):
             self.layout,
             self.depth,
             self.checksum,
-        ).ljust(HEADER_BYTES - _HEADER_CRC.size, b"\0")
+        )
+        body = (fields + self.seal).ljust(size - _HEADER_CRC.size, b"\0")
         return body + _HEADER_CRC.pack(checksum(body))
 
     @classmethod
     def unpack(cls, data: bytes | bytearray | memoryview) -> "BlockHeader":
-        """Return the header in 192 stored bytes.
+        """Return the header in 192 or 224 stored bytes.
 
         Raises:
             CorruptBlock: wrong size, magic, version, checksum, or an impossible part.
         """
         data = bytes(data)
-        if len(data) != HEADER_BYTES:
-            raise CorruptBlock(f"header: {len(data)} bytes, expected {HEADER_BYTES}")
+        expected = _VERSION_OF_SIZE.get(len(data))
+        if expected is None:
+            raise CorruptBlock(f"header: {len(data)} bytes, expected {HEADER_BYTES} or {SEALED_HEADER_BYTES}")
         body = data[: -_HEADER_CRC.size]
         (crc,) = _HEADER_CRC.unpack(data[-_HEADER_CRC.size :])
         magic, version, size, length, key, part, namespace, parent, layout, depth, payload_sum = (
             _HEADER.unpack(body[: _HEADER.size])
         )
-        if magic != _HEADER_MAGIC or version != _HEADER_VERSION or size != HEADER_BYTES:
+        if magic != _HEADER_MAGIC or version != expected or size != len(data):
             raise CorruptBlock(f"header: magic {magic!r} version {version} size {size} are not this format")
         if crc != checksum(body):
             raise CorruptBlock("header: its own checksum does not match")
@@ -112,7 +130,16 @@ class BlockHeader(NamedTuple):
             block = BlockId(NamespaceDigest(namespace), Part.unpack(part), BlockKey(key))
         except InvalidLayout as error:
             raise CorruptBlock(f"header: {error}") from error
-        return cls(block, BlockKey(parent), depth, layout, length, payload_sum)
+        seal = body[_HEADER.size :] if len(data) == SEALED_HEADER_BYTES else b""
+        return cls(block, BlockKey(parent), depth, layout, length, payload_sum, seal)
+
+
+def stored_header_bytes(data: bytes | bytearray | memoryview) -> int | None:
+    """Return the size that the first bytes of a stored header give it; None if they begin none."""
+    if len(data) < _HEADER_START.size:
+        return None
+    magic, version, size = _HEADER_START.unpack_from(data)
+    return size if magic == _HEADER_MAGIC and _VERSION_OF_SIZE.get(size) == version else None
 
 
 class ReadStatus(enum.Enum):
@@ -144,6 +171,8 @@ class ReadRequest:
     ``buffer`` is writable and at least ``length_bytes`` long; one from an arena is 4096-byte aligned and
     padded to a multiple of 4096. The tier may write anywhere in it, also when the read fails. ``parent``
     and ``depth`` place the block in its chain, for tiers that pass a request on; None if that is not known.
+    ``is_sealed`` asks for an encrypted copy, as it is stored: one in the clear is then a MISMATCH, as an
+    encrypted one is without it.
     """
 
     block: BlockId
@@ -152,6 +181,16 @@ class ReadRequest:
     buffer: memoryview
     parent: BlockKey | None = None
     depth: int = 0
+    is_sealed: bool = False
+
+    def wants(self, header: BlockHeader) -> bool:
+        """Whether a stored header is exactly that of what is asked for."""
+        return (
+            header.block == self.block
+            and header.layout == self.layout
+            and header.length_bytes == self.length_bytes
+            and bool(header.seal) == self.is_sealed
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +212,12 @@ class WriteRequest:
     """Write one copy: ``buffer[: header.length_bytes]`` under ``header.block``.
 
     ``buffer`` is readable until the write returns; one from an arena is aligned and padded as for reads.
+    ``only_if_absent`` is for shared tiers: they answer REFUSED if there is a value under that name.
     """
 
     header: BlockHeader
     buffer: memoryview
+    only_if_absent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

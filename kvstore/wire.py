@@ -139,6 +139,7 @@ class FrameDecoder:
         if pending < size:
             self._wanted_bytes = size
             return None
+        self._wanted_bytes = PREFIX_BYTES
         end = start + size
         body = bytes(self._view[start + PREFIX_BYTES : end])
         if end == self._end:

@@ -56,6 +56,17 @@ class OwnStore:
         finally:
             plans.read_slots = checked
 
+    def view(self, names: PrefixChain) -> None:
+        """Lease, check in place, look at one byte of each, release: no payload is copied."""
+        with self.client.lease(names) as lease:
+            views = self.client.view(lease)
+            assert len(views) == len(names)
+            assert all(view[0] >= 0 for view in views)
+
+    def exists(self, names: PrefixChain) -> None:
+        """Ask which blocks are stored."""
+        assert all(self.client.exists(names))
+
     def match(self, names: PrefixChain) -> None:
         """Count the leading blocks that are stored."""
         assert self.client.match(names).blocks == len(names)

@@ -37,6 +37,11 @@ COMMANDS = (
     Command(
         "epoch", "kvstore.cli.move_commands", "end a model's epoch: nothing stored for it is served again"
     ),
+    Command(
+        "erase",
+        "kvstore.cli.erase_command",
+        "destroy a tenant's key, so that nothing stored for it can be read again",
+    ),
     Command("config", "kvstore.cli.config_command", "check a configuration file and show what is in force"),
     Command("keys", "kvstore.cli.keys_command", "make and change the file of API keys"),
     Command("engine", "kvstore.cli.engine", "run an inference replica over a store"),

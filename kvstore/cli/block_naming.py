@@ -10,7 +10,7 @@ from kvstore.keys import Namespace, PrefixChain
 from kvstore.layout import DTYPE_BYTES, KVLayout
 
 _MAX_TOKENS_FILE_BYTES = 256 << 20
-_MAX_SALT_BYTES = 4096
+MAX_SALT_BYTES = 4096
 _SHAPE = ("dtype", "layers", "kv_heads", "head_dim")
 
 
@@ -48,7 +48,7 @@ def read_blocks(args: argparse.Namespace) -> tuple[Namespace, PrefixChain]:
         layout=_layout(args),
         weights=args.weights,
         adapter=args.adapter,
-        tenant_salt=_salt(args.salt_file),
+        tenant_salt=b"" if args.salt_file is None else read_salt(args.salt_file),
         epoch=args.epoch,
     )
     tokens = read_tokens(args)
@@ -78,13 +78,17 @@ def _layout(args: argparse.Namespace) -> KVLayout:
     )
 
 
-def _salt(path: str | None) -> bytes:
-    if path is None:
-        return b""
+def read_salt(path: str) -> bytes:
+    """Return the tenant's salt that a file holds.
+
+    Raises:
+        InvalidRequest: it is empty or too long.
+        OSError: it cannot be read.
+    """
     with Path(path).open("rb") as file:
-        salt = file.read(_MAX_SALT_BYTES + 1)
-    if not salt or len(salt) > _MAX_SALT_BYTES:
-        raise InvalidRequest(f"{path}: a salt has 1 to {_MAX_SALT_BYTES} bytes")
+        salt = file.read(MAX_SALT_BYTES + 1)
+    if not salt or len(salt) > MAX_SALT_BYTES:
+        raise InvalidRequest(f"{path}: a salt has 1 to {MAX_SALT_BYTES} bytes")
     return salt
 
 

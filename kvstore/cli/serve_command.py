@@ -5,10 +5,11 @@ import asyncio
 import json
 import logging
 import os
-import resource
 import signal
 
+from kvstore.awake_selector import AwakeSelector
 from kvstore.config import Config, load_config
+from kvstore.core_dumps import become_undumpable, leave_no_core_file
 from kvstore.running import serving
 
 
@@ -33,12 +34,19 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     config = load_config(args.config)
     # A core dump would hold prompts, passwords and the tenants' salts.
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    leave_no_core_file()
+    if config.encryption is not None:
+        become_undumpable()
     logging.basicConfig(
         level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    asyncio.run(_serve(config, as_json=args.json))
+    with asyncio.Runner(loop_factory=_new_loop) as runner:
+        runner.run(_serve(config, as_json=args.json))
     return 0
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    return asyncio.SelectorEventLoop(AwakeSelector())
 
 
 async def _serve(config: Config, *, as_json: bool) -> None:

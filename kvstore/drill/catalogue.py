@@ -12,6 +12,7 @@ from kvstore.drill import (
     power_faults,
     process_faults,
     remote_faults,
+    sealed_faults,
 )
 from kvstore.drill.fault import Fault
 
@@ -29,5 +30,6 @@ def all_faults() -> tuple[Fault, ...]:
         *host_faults.host_faults(),
         *clock_faults.clock_faults(),
         *remote_faults.remote_faults(),
+        *sealed_faults.sealed_faults(),
         *failover_faults.failover_faults(),
     )

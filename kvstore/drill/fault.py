@@ -27,6 +27,8 @@ class Fault(abc.ABC):
     needs_redis: ClassVar[bool] = False
     is_troubled: ClassVar[bool] = False
     """Whether its store runs where its disk operations can be made to fail, see ``Trouble``."""
+    is_encrypted: ClassVar[bool] = False
+    """Whether its store encrypts the blocks that it writes below memory."""
     dram_bytes: ClassVar[int] = 2 * MIB
     ssd_bytes: ClassVar[int] = 16 * MIB
     lease_s: ClassVar[float] = 30.0

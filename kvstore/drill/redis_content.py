@@ -35,15 +35,24 @@ class RedisContent:
         assert isinstance(names, list), "the reply to KEYS is a list"
         for name in names:
             assert isinstance(name, bytes), "the reply to KEYS holds names"
-            value = self._get(name)
+            value = self.get(name)
             for probe, key in probes.items():
                 if probe in value:
                     found[key] = name
         return found
 
+    def get(self, name: bytes) -> bytes:
+        """Return a value; empty if there is none, or not a string."""
+        value = self._ask(b"GET", name)
+        return value if isinstance(value, bytes) else b""
+
+    def put(self, name: bytes, value: bytes) -> None:
+        """Store a value."""
+        self._ask(b"SET", name, value)
+
     def flip_bit(self, name: bytes, rng: random.Random) -> None:
         """Flip one random bit of a value, of its header or its payload."""
-        value = bytearray(self._get(name))
+        value = bytearray(self.get(name))
         # Headers are short: without a choice of their own they would hardly ever be hit.
         place = rng.randrange(256 if rng.random() < 0.3 else len(value))
         value[place] ^= 1 << rng.randrange(8)
@@ -51,11 +60,11 @@ class RedisContent:
 
     def copy(self, source: bytes, target: bytes) -> None:
         """Store one key's value under another."""
-        self._ask(b"SET", target, self._get(source))
+        self._ask(b"SET", target, self.get(source))
 
     def cut(self, name: bytes, rng: random.Random) -> None:
         """Cut a value, lengthen it, empty it, or put a list in its place."""
-        value, dice = self._get(name), rng.random()
+        value, dice = self.get(name), rng.random()
         if dice < 0.6:
             self._ask(b"SET", name, value[: rng.randrange(len(value))])
         elif dice < 0.8:
@@ -77,11 +86,6 @@ class RedisContent:
         assert isinstance(told, bytes), "the reply to INFO is a text"
         lines = dict(line.split(b":", 1) for line in told.splitlines() if b":" in line)
         return int(lines[b"used_memory"])
-
-    def _get(self, name: bytes) -> bytes:
-        """Return a value; empty if there is none, or not a string."""
-        value = self._ask(b"GET", name)
-        return value if isinstance(value, bytes) else b""
 
     def _ask(self, *words: bytes) -> Reply:
         parts = [b"*%d\r\n" % len(words), *(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)]

@@ -1,6 +1,7 @@
 """Stages: makes the parts that kinds of fault work on, and lends sound ones again: a start costs a second."""
 
 import random
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,6 +70,10 @@ class Stages:
         self._num_made += 1
         folder = self._folder / f"{self._num_made}-{fault.name}"
         folder.mkdir()
+        master_keys: Path | None = None
+        if fault.is_encrypted:
+            master_keys = folder / "master.keys"
+            master_keys.write_text(f"{secrets.token_hex(32)}\n")
         redis = RedisServer(folder / "redis") if fault.needs_redis else None
         settings = StoreSettings(
             dram_bytes=fault.dram_bytes,
@@ -77,6 +82,7 @@ class Stages:
             ssd_folder=folder / "ssd",
             redis_url=redis.url if redis is not None else "",
             is_troubled=fault.is_troubled,
+            master_keys=master_keys,
         )
         stage = Stage(folder, settings, ledger, rng=random.Random(), redis=redis)  # noqa: S311 (a schedule)
         if redis is not None:
@@ -85,5 +91,5 @@ class Stages:
 
 
 def _wants(fault: Fault) -> tuple[object, ...]:
-    parts = (fault.shares_stage, fault.needs_redis, fault.is_troubled)
+    parts = (fault.shares_stage, fault.needs_redis, fault.is_troubled, fault.is_encrypted)
     return (*parts, fault.dram_bytes, fault.ssd_bytes, fault.lease_s)

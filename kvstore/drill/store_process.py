@@ -35,7 +35,8 @@ class StoreSettings:
     """The configuration of one store. ``ssd_bytes`` 0: no ssd tier; ``redis_url`` empty: no remote tier.
 
     ``http_port`` 0: no HTTP face; ``http_more`` are further lines of its section. ``is_troubled``: it runs in
-    a process where its disk operations can be made to fail, see ``Trouble``.
+    a process where its disk operations can be made to fail, see ``Trouble``. ``master_keys`` is the file of
+    the keys that blocks below memory are encrypted with; None: they are not.
     """
 
     dram_bytes: int = 16 * MIB
@@ -50,6 +51,7 @@ class StoreSettings:
     http_more: str = ""
     sentinel_master: str = ""
     is_troubled: bool = False
+    master_keys: Path | None = None
 
     def toml(self, socket_path: Path) -> str:
         """Return the configuration file."""
@@ -69,6 +71,8 @@ class StoreSettings:
             )
         if self.sentinel_master:
             text += f'sentinel_master = "{self.sentinel_master}"\n'
+        if self.master_keys is not None:
+            text += f'[encryption]\nkeys = "file:{self.master_keys}"\n'
         return text
 
 

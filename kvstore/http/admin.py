@@ -7,6 +7,7 @@ from aiohttp import web
 from kvstore.errors import TimedOut
 from kvstore.http.metrics import METRICS_TYPE, metrics_text
 from kvstore.http.service import COMMON_HEADERS, Call, HttpService, json_answer
+from kvstore.tenant import TenantId, tenant_of
 
 _MAX_LISTED_NAMESPACES = 256
 _MAX_CHECK_LINES = 200
@@ -75,6 +76,15 @@ async def epoch(call: Call) -> web.StreamResponse:
     return json_answer(
         {"epoch": await call.service.late_work.within(work, call.patience_s, "an epoch's end")}
     )
+
+
+async def erase(call: Call) -> web.StreamResponse:
+    """Destroy the key of a tenant, so that nothing stored for it can be read again."""
+    named = call.values.text("tenant_id")
+    tenant = tenant_of(call.namespace().tenant_salt) if named is None else TenantId(bytes.fromhex(named))
+    work = call.service.manager.erase(tenant)
+    report = await call.service.late_work.within(work, call.patience_s, "an erasure")
+    return json_answer(report.as_dict())
 
 
 async def drop(call: Call) -> web.StreamResponse:

@@ -4,7 +4,14 @@ from aiohttp import web
 
 from kvstore.http.payloads import count_whole, ready_payloads, send_payloads
 from kvstore.http.refusal import ErrorCode, Refused
-from kvstore.http.service import CHECKSUM_HEADER, COMMON_HEADERS, Call, chain_of_keys, json_answer
+from kvstore.http.service import (
+    CHECKSUM_HEADER,
+    COMMON_HEADERS,
+    Call,
+    chain_of_keys,
+    json_answer,
+    named_digest,
+)
 from kvstore.http.storing import Storing
 from kvstore.http.values import Values
 from kvstore.keys import Namespace, PrefixChain
@@ -102,8 +109,9 @@ async def begin_answer(call: Call, response: web.StreamResponse) -> None:
 def _chain_and_part(call: Call, namespace: Namespace) -> tuple[PrefixChain, Part]:
     values = call.values
     chain = chain_of_keys(
-        namespace,
+        named_digest(values),
         [values.need_text("key")],
+        block_tokens=namespace.block_tokens,
         start=values.integer("start") or 0,
         parent=values.text("parent"),
     )

@@ -32,7 +32,8 @@ class Body:
         self._counters = counters
         self._clock = clock
         self._rest = memoryview(b"")
-        self._started_s: float | None = None
+        self._is_begun = False
+        self._waited_s = 0.0
         self._num_read_bytes = 0
 
     @property
@@ -120,6 +121,15 @@ class Body:
         self._num_read_bytes += len(piece)
         return piece
 
+    async def begin(self) -> None:
+        """Wait until something of it has come, so that nothing is done for a client that sends nothing.
+
+        Raises:
+            Refused: it is too slow, or breaks HTTP.
+        """
+        if not self._rest:
+            self._rest = memoryview(await self._receive())
+
     async def require_end(self) -> None:
         """Check that nothing follows.
 
@@ -130,24 +140,26 @@ class Body:
             raise Refused(ErrorCode.BAD_REQUEST, f"body: goes on after {self._num_read_bytes - 1} bytes")
 
     async def _receive(self) -> bytes:
-        now_s = self._clock()
-        if self._started_s is None:
-            self._started_s = now_s
+        if not self._is_begun:
+            self._is_begun = True
             await self._invite()
+        # Its sender answers for the time that is waited here, and not for what the store takes in between.
         slowest_s = self._limits.stall_s + self._num_read_bytes / self._limits.body_bytes_per_s
-        limit_s = min(self._limits.stall_s, self._started_s + slowest_s - now_s)
+        began_s = self._clock()
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(min(self._limits.stall_s, slowest_s - self._waited_s)):
                 data = await self._request.content.readany()
         except TimeoutError:
             self._counters.slow_clients += 1
+            waited_s = self._waited_s + self._clock() - began_s
             raise Refused(
                 ErrorCode.REQUEST_TIMEOUT,
-                f"body: too slow: {self._num_read_bytes} bytes in {self._clock() - self._started_s:.1f} s",
+                f"body: too slow: {self._num_read_bytes} bytes in {waited_s:.1f} s",
                 headers={"Connection": "close"},
             ) from None
         except web.RequestPayloadError:
             raise Refused(ErrorCode.BAD_REQUEST, "body: cut short, or its chunks are damaged") from None
+        self._waited_s += self._clock() - began_s
         self._counters.received_bytes += len(data)
         return data
 

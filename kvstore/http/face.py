@@ -153,6 +153,10 @@ class HttpFace:
             # What was sent of the answer is not whole: its end must not look like one.
             guard.abort()
             return web.Response()
+        except asyncio.CancelledError:
+            # What waits to be sent may be bytes of a slot whose lease is over.
+            guard.abort()
+            raise
         finally:
             guard.end_request()
             self._num_requests -= 1

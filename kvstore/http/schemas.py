@@ -176,6 +176,15 @@ CHECK = _object(
     {"sample_blocks": _integer(0, 1_000_000, "Blocks whose bytes are read."), "timeout_s": TIMEOUT}
 )
 EPOCH = _object({"model": _text("Name of the model.")}, "model")
+ERASE: Schema = {
+    **_object(
+        {
+            "tenant_id": {**KEY, "description": "Id of the tenant, which follows from its salt."},
+            "namespace": {**KEY, "description": "Digest of an open namespace of the tenant."},
+        }
+    ),
+    "oneOf": [{"required": ["tenant_id"]}, {"required": ["namespace"]}],
+}
 
 ERROR = _object(
     {"error": _object({"code": {"type": "string"}, "message": {"type": "string"}}, "code", "message")},
@@ -250,6 +259,20 @@ FLUSH_ANSWER = _object(
 )
 CHECK_ANSWER = _object({"problems": _list({"type": "string"}, most=200)}, "problems")
 EPOCH_ANSWER = _object({"epoch": _count("The new epoch.")}, "epoch")
+ERASE_ANSWER = _object(
+    {
+        "is_complete": {"type": "boolean", "description": "Whether the key is gone everywhere."},
+        "keys": _count("Keys that were destroyed."),
+        "blocks": {"type": "object", "description": "Blocks that were forgotten, by tier."},
+        "leased_blocks": _count("Of them, those that are overwritten when their leases end."),
+        "problems": _list({"type": "string"}, most=64, text="What is tried again."),
+    },
+    "is_complete",
+    "keys",
+    "blocks",
+    "leased_blocks",
+    "problems",
+)
 NAMESPACES_ANSWER = _object({"namespaces": _list({"type": "object"}, most=256)}, "namespaces")
 STATUS_ANSWER = _object({"status": {"type": "string"}}, "status")
 ANY_OBJECT: Schema = {"type": "object"}

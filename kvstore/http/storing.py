@@ -67,6 +67,7 @@ class Storing:
 
     async def _take_window(self, start: int, chain: PrefixChain, *, timeout_s: float | None) -> list[int]:
         service = self._call.service
+        await self._call.body.begin()
         async with self._call.owner() as owner:
             reserved = Reserved((), 0)
             if self._has_room:

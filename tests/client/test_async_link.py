@@ -63,6 +63,11 @@ def _link(max_in_flight: int = 32) -> tuple[AsyncLink, Wire]:
     return link, wire
 
 
+def _receive(link: AsyncLink, data: bytes) -> None:
+    link.get_buffer(-1)[: len(data)] = data
+    link.buffer_updated(len(data))
+
+
 async def _asked(link: AsyncLink, request: Request) -> "asyncio.Task[Answer]":
     task = asyncio.create_task(link.ask(request, asyncio.get_running_loop().time() + 30))
     await asyncio.sleep(0)
@@ -87,7 +92,7 @@ async def test_what_an_answer_lends_to_a_cancelled_caller_is_given_back(
     if is_late:
         task.cancel()
         await asyncio.sleep(0)
-    link.data_received(encode_message(answer, 1))
+    _receive(link, encode_message(answer, 1))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -12,6 +12,7 @@ import pytest
 from kvstore import AsyncKVStore, KVStore, MissReason, PrefixChain
 from kvstore.errors import ProtocolMismatch, ServerUnavailable
 from kvstore.messages import Welcome, decode_request, encode_message
+from kvstore.shared_link import SharedLink
 from kvstore.wire import FrameDecoder
 from tests.client.conftest import NAMESPACE, PATIENT
 from tests.client.test_client_distrust import LIES
@@ -148,3 +149,20 @@ def test_a_blocking_client_closes_a_connection_whose_answer_does_not_fit(
         assert client.fetch_into(chain, np.zeros((8, 64 << 10), np.uint8)).blocks == 0
         assert closed.wait(30)
     thread.join(30)
+
+
+def test_a_client_that_is_closed_while_it_looks_at_a_lost_connection_misses(
+    tmp_path: Path, chain: PrefixChain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = KVStore.connect(tmp_path / "nobody.sock", timeouts=PATIENT)
+    client.open_namespace(NAMESPACE)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with theirs:
+        client._pool._shared = SharedLink(ours, Welcome(bytes(16), 0, 32), None)
+
+        def is_lost(_: SharedLink) -> bool:
+            client.close()
+            return False
+
+        monkeypatch.setattr(SharedLink, "is_lost", property(is_lost))
+        assert client.lease(chain).reason is MissReason.UNAVAILABLE

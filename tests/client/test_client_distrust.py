@@ -26,6 +26,7 @@ from kvstore.messages import (
     ReadySlot,
     Report,
     Request,
+    Seen,
     TierNames,
     Welcome,
     decode_request,
@@ -100,6 +101,9 @@ LIES: dict[str, Lie] = {
     "slots without an arena": _saying(
         Ready(1, 64 << 10, (ReadySlot(1 << 40, 0, 0),), TierNames.of(["dram"]), None)
     ),
+    "seen without an arena": _saying(Seen(64 << 10, (ReadySlot(4096, 1, 0),) * 8, "dram")),
+    "fewer seen than asked": _saying(Seen(64 << 10, (ReadySlot(4096, 1, 0),), "dram")),
+    "seen of another size": _saying(Seen(5, (ReadySlot(4096, 1, 0),) * 8, "dram")),
     "too many slots": _saying(Lent(tuple(LentSlot(at, 0, 0) for at in range(9)), 0)),
     "more present than asked": _saying(Lent((), 9)),
 }

@@ -1,5 +1,8 @@
 """Patience with a dead server, counters and namespaces of a client."""
 
+import os
+import signal
+
 import pytest
 
 from kvstore import KVLayout, MissReason, Namespace, Part, Timeouts
@@ -78,3 +81,16 @@ def test_a_chain_of_other_blocks_or_an_impossible_part_is_refused() -> None:
 def test_a_timeout_that_is_not_positive_is_refused(timeout_s: float) -> None:
     with pytest.raises(InvalidConfig, match="timeout_s"):
         Timeouts().for_data(timeout_s)
+
+
+def test_a_forked_child_does_not_wait_for_a_lock_that_a_thread_of_its_parent_holds() -> None:
+    state = ClientState(Timeouts(), Clock())
+    with state._lock():
+        child = os.fork()
+        if not child:
+            signal.alarm(30)
+            state.note_not_connected()
+            state.open_namespace(NAMESPACE)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    state.open_namespace(NAMESPACE)

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from kvstore.checksum import checksum
 from kvstore.errors import Forbidden, InvalidConfig, InvalidRequest, ServerUnavailable, Unauthorized
 from kvstore.keyring_file import add_key, create_keyring, remove_key
 from kvstore.server_address import HttpAddress, parse_http_address
+from tests.black_hole import black_hole
 from tests.client.conftest import BLOCK_BYTES, NAMESPACE, PATIENT
 from tests.redis_server import free_port
 from tests.store_process import StoreProcess
@@ -331,6 +333,24 @@ def test_an_answer_of_another_form_is_a_counted_miss(body: bytes, chain: PrefixC
         assert client.client_stats().protocol_errors == 1
 
 
+@pytest.mark.parametrize("body", [b"", b'{"blocks": 0, "tiers": [], "reason": null}'], ids=["none", "part"])
+def test_a_server_that_dies_in_its_answer_is_called_unavailable_and_no_liar(
+    body: bytes, chain: PrefixChain
+) -> None:
+    answer = reply(body, length=len(body) + 100)
+    with answering(answer) as url, KVStore.connect(url, timeouts=PATIENT) as client:
+        client._state.open_namespace(NAMESPACE)
+        assert client.match(chain).reason is MissReason.UNAVAILABLE
+        assert client.client_stats().protocol_errors == 0
+
+
+def test_a_server_that_dies_in_the_head_of_a_fetch_is_no_liar(chain: PrefixChain) -> None:
+    with answering(reply(b"\x10\0", length=100)) as url, KVStore.connect(url, timeouts=PATIENT) as client:
+        client._state.open_namespace(NAMESPACE)
+        assert client.get(chain) == []
+        assert client.client_stats().protocol_errors == 0
+
+
 @pytest.mark.parametrize("raw", [b"SSH-2.0-x\r\n", b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 1000, b"\0" * 100])
 def test_a_server_that_speaks_something_else_is_a_miss(raw: bytes, chain: PrefixChain) -> None:
     def answer(stream: socket.socket) -> None:
@@ -340,6 +360,20 @@ def test_a_server_that_speaks_something_else_is_a_miss(raw: bytes, chain: Prefix
     with answering(answer) as url, KVStore.connect(url, timeouts=PATIENT) as client:
         client._state.open_namespace(NAMESPACE)
         assert client.match(chain).blocks == 0
+
+
+def test_an_address_that_swallows_everything_does_not_hide_the_next_one(chain: PrefixChain) -> None:
+    with (
+        black_hole() as silent,
+        answering(reply(b'{"blocks": 0, "tiers": [], "reason": null}')) as url,
+        KVStore.connect(url, timeouts=PATIENT) as client,
+    ):
+        client._state.open_namespace(NAMESPACE)
+        address = parse_http_address(url)
+        places = [(socket.AF_INET, silent), (socket.AF_INET, (address.host, address.port))]
+        client._transport._lookup._found = found = Future()
+        found.set_result(places)
+        assert client.match(chain, timeout_s=6).reason is None
 
 
 def test_a_redirect_is_not_followed(chain: PrefixChain) -> None:

@@ -22,6 +22,7 @@ from kvstore.messages import (
     Demote,
     Done,
     Drop,
+    Erase,
     Exists,
     Failed,
     FailureCode,
@@ -39,6 +40,7 @@ from kvstore.messages import (
     MatchAndLease,
     Matched,
     OpenNamespace,
+    Peek,
     Ping,
     Prefetch,
     Presence,
@@ -52,6 +54,7 @@ from kvstore.messages import (
     Request,
     Reserve,
     ReturnSlots,
+    Seen,
     Stats,
     TierNames,
     UnusedSlot,
@@ -63,6 +66,7 @@ from kvstore.messages import (
     encode_message,
 )
 from kvstore.miss import MissReason
+from kvstore.tenant import TenantId
 from kvstore.wire import MAX_BODY_BYTES, MAX_KEYS, Frame, FrameDecoder, decode_body, encode_frame
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_frames.json").read_text())
@@ -88,6 +92,7 @@ REQUESTS: dict[str, Request] = {
     ),
     "match": Match(_CHAIN, 50_000),
     "fetch": Fetch(_TAIL, 50_000),
+    "peek": Peek(_TAIL, 50_000),
     "release": Release(7),
     "release_corrupt": Release(7, _TAIL),
     "reserve": Reserve(_CHAIN, 1),
@@ -103,6 +108,8 @@ REQUESTS: dict[str, Request] = {
     "demote": Demote(_TAIL, 50_000),
     "advance_epoch": AdvanceEpoch("org/model"),
     "list_namespaces": ListNamespaces(),
+    "erase_tenant": Erase(TenantId(bytes(range(32))), None),
+    "erase_namespace": Erase(None, _DIGEST),
     "exists": Exists(KeySet(_DIGEST, (*_KEYS, _KEYS[0])), 50_000),
     "exists_part": Exists(KeySet(_DIGEST, _KEYS, Part(0, 2, 1, 3)), 50_000),
     "lease_chain": LeaseChain(_TAIL, 50_000),
@@ -129,6 +136,7 @@ ANSWERS: dict[str, Answer] = {
     ),
     "leased_none": Leased(None, 0, 0, (), TierNames.of(["ssd"]), None),
     "renewed": Renewed(30_000_000),
+    "seen": Seen(64, (ReadySlot(4096, 1, 2), ReadySlot(8192, 3, 4)), "dram"),
     "failed": Failed(FailureCode.INVALID_REQUEST, "no such namespace"),
 }
 
@@ -229,6 +237,43 @@ def test_frames_are_found_however_the_stream_is_cut(cuts: list[int]) -> None:
             found.append(frame.request_id)
 
     assert found == list(range(len(frames)))
+
+
+@given(st.lists(st.integers(1, 300), max_size=20))
+def test_frames_are_found_in_bytes_that_are_received_in_place(counts: list[int]) -> None:
+    stream = b"".join(encode_message(message, at) for at, message in enumerate(REQUESTS.values()))
+    decoder, found, at = FrameDecoder(), [], 0
+    for count in [*counts, *[len(stream)] * 8]:
+        space = decoder.space()
+        assert len(space) > 0
+        piece = stream[at : at + min(count, len(space))]
+        space[: len(piece)] = piece
+        decoder.received(len(piece))
+        at += len(piece)
+        while (frame := decoder.next_frame()) is not None:
+            found.append(frame.request_id)
+
+    assert found == list(range(len(REQUESTS)))
+
+
+def test_a_decoder_makes_room_for_the_frame_it_waits_for_and_lets_it_go_again() -> None:
+    large = encode_frame(99, 1, (bytes(200_000),))
+    decoder = FrameDecoder()
+    first = len(decoder.space())
+    decoder.feed(large[:first])
+
+    assert decoder.next_frame() is None
+    assert len(decoder.space()) == len(large) - first
+    decoder.feed(large[first:])
+    assert decoder.next_frame() == Frame(99, 1, large[20:])
+    assert len(decoder.space()) == first
+
+
+def test_a_chain_whose_keys_begin_alike_is_no_chain_that_names_a_block_twice() -> None:
+    keys = tuple(BlockKey(bytes(8) + bytes([number]) * 24) for number in range(40))
+    alike = ChainRef(PrefixChain(_DIGEST, keys, 16))
+
+    assert decode_request(_frame(encode_message(Match(alike, 1), 1))) == Match(alike, 1)
 
 
 def _decode_all(data: bytes) -> None:

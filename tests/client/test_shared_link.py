@@ -142,6 +142,24 @@ def test_an_interrupted_caller_gives_back_what_came_for_it(
     assert peer.next_request()[1] == ReturnSlots((UnusedSlot(8192, 3),))
 
 
+def test_an_interrupt_that_may_have_lost_bytes_of_the_stream_ends_the_link(
+    ends: tuple[SharedLink, Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, peer = ends
+
+    def interrupted(self: SharedLink, data: bytes) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SharedLink, "_take_in", interrupted)
+    peer.sock.sendall(encode_message(Done(), 1)[:5])
+    with pytest.raises(KeyboardInterrupt):
+        link.ask(Ping(), _soon())
+
+    assert link.is_lost
+    with pytest.raises(ServerUnavailable):
+        link.ask(Ping(), _soon())
+
+
 @pytest.mark.parametrize("said", [encode_message(Done(), 999), os.urandom(64)], ids=["another id", "noise"])
 def test_whoever_waits_learns_of_a_broken_protocol_and_the_link_is_lost(
     ends: tuple[SharedLink, Peer], pool: ThreadPoolExecutor, said: bytes

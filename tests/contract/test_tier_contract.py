@@ -13,8 +13,10 @@ from kvstore.layout import Part
 from kvstore.testing import FaultyTier, MemoryTier
 from kvstore.tier import ReadRequest, ReadStatus, Tier, WriteRequest, WriteStatus
 from kvstore_tiers.remote import RemoteTier
+from kvstore_tiers.sealed import SealedTier
 from kvstore_tiers.ssd import SsdTier
 from kvstore_tiers.ssd_array import SsdArray
+from tests.encryption.keys import OneKey
 from tests.redis_cluster import RedisCluster
 from tests.redis_server import RedisServer
 from tests.tiers.blocks import LAYOUT, aligned, block_id, header, payload, to_read, to_write
@@ -45,6 +47,19 @@ MAKERS: dict[str, Maker] = {
     "ssd": lambda path, _get: SsdTier(path / "ssd", capacity_bytes=CAPACITY),
     "ssd of two folders": lambda path, _get: SsdArray(
         [SsdTier(path / name, capacity_bytes=CAPACITY // 2) for name in ("a", "b")]
+    ),
+    "sealed ssd": lambda path, _get: SealedTier(
+        SsdTier(path / "ssd", capacity_bytes=CAPACITY, is_sealed=True), OneKey()
+    ),
+    "sealed ssd of two folders": lambda path, _get: SealedTier(
+        SsdArray([SsdTier(path / name, capacity_bytes=CAPACITY // 2, is_sealed=True) for name in ("a", "b")]),
+        OneKey(),
+    ),
+    "sealed remote": lambda path, get: SealedTier(
+        RemoteTier(get("redis").url, key_prefix=str(path), timeout_s=5), OneKey()
+    ),
+    "sealed remote cluster": lambda path, get: SealedTier(
+        RemoteTier(get("cluster").url, key_prefix=str(path), timeout_s=5), OneKey()
     ),
     "remote": lambda path, get: RemoteTier(get("redis").url, key_prefix=str(path), timeout_s=5),
     "remote cluster": lambda path, get: RemoteTier(get("cluster").url, key_prefix=str(path), timeout_s=5),

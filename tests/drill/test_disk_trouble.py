@@ -32,7 +32,7 @@ def test_a_store_that_did_not_sync_would_lose_blocks_in_a_power_loss(troubled_st
     assert stage.put_durable(stage.new_chain(4))
     stage.store.kill()
     writes = [record for record in read_log(log) if not record.is_sync]
-    assert len(writes) >= 5
+    assert len(writes) >= 2  # payloads in touching slots go by one write, and then there is the index
 
     lose_power(base, stage.ssd_folder, [], stage.rng)  # as if none of it had reached the disk
     stage.store.start()

@@ -27,6 +27,7 @@ SHORT = (
     "slab_foreign_block",
     "index_bit_flips",
     "redis_bit_flips",
+    "sealed_values_planted",
     "replies_garbled",
     "client_killed_while_writing",
     "slot_scribbled",

@@ -17,7 +17,7 @@ from tests.http.raw_client import RawClient, head, until
 
 CHAIN = long_chain(4)
 ABOUT = {"namespace": CHAIN.namespace.hex(), "keys": hex_keys(CHAIN)}
-QUICK = Limits(header_s=0.2, idle_s=0.3, stall_s=0.3, body_bytes_per_s=1 << 20)
+QUICK = Limits(header_s=0.5, idle_s=0.6, stall_s=0.6, body_bytes_per_s=1 << 20)
 BIG = Namespace(model="big", layout=KVLayout.opaque(block_bytes=16 << 20, block_tokens=4))
 
 
@@ -31,10 +31,10 @@ async def test_a_connection_whose_first_header_does_not_come_is_closed(data):
 
 
 async def test_a_header_that_trickles_in_is_not_waited_for():
-    async with http_store(limits=QUICK) as store, RawClient.connected(store.face) as raw:
+    async with http_store(limits=Limits(header_s=0.5)) as store, RawClient.connected(store.face) as raw:
         await raw.say(head("GET", "/healthz"))
         assert (await raw.hear_answer())[0] == 200
-        for letter in "GET /healthz HTTP/1.1" * 100:
+        for letter in "GET /healthz HTTP/1.1\r\nA: " + "a" * 1000:
             await raw.say(letter)
             await asyncio.sleep(0.02)
             if not store.counters.open_connections:
@@ -48,6 +48,14 @@ async def test_an_idle_connection_is_closed_and_is_not_called_slow():
         assert (await raw.hear_answer())[0] == 200
         assert await raw.hear_all() == b""
         assert store.counters.slow_clients == 0
+
+
+async def test_a_client_that_sends_no_body_gets_no_slot(store, client):
+    async with RawClient.connected(store.face) as raw:
+        await raw.say(head("PUT", client.block_path(CHAIN), Content_Length=BLOCK_BYTES))
+        await until(lambda: store.counters.requests["put_block"] == 1)
+        await client.get("/healthz")
+        assert store.dram.used_bytes == 0
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, BLOCK_BYTES - 1])
@@ -192,13 +200,13 @@ async def test_a_client_that_goes_away_leaves_nothing_behind(store, client):
 
 
 async def test_a_slot_that_was_taken_back_is_not_written_to_again():
-    async with http_store(lease_s=0.1) as store, store.client() as client:
+    async with http_store(lease_s=1.0) as store, store.client() as client:
         await client.open()
         async with RawClient.connected(store.face) as raw:
             await raw.say(head("PUT", client.block_path(CHAIN), Content_Length=BLOCK_BYTES))
             await raw.say(payload(CHAIN.keys[0])[:100])
             await until(lambda: store.dram.used_bytes == BLOCK_BYTES)
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(1.2)
             await raw.say(b"y")
             await until(lambda: store.dram.used_bytes == 0)
             await client.put_block(CHAIN, 1)
@@ -210,7 +218,7 @@ async def test_a_slot_that_was_taken_back_is_not_written_to_again():
 
 
 async def test_a_block_whose_lease_ends_while_it_is_sent_is_cut_short():
-    async with http_store(blocks=8192, lease_s=0.2) as store, store.client() as client:
+    async with http_store(blocks=8192, lease_s=2.0) as store, store.client() as client:
         await client.open(BIG)
         chain = BIG.chain([1, 2, 3, 4])
         await client.put_block(chain, data=io.BytesIO(payload(chain.keys[0], 16 << 20)))
@@ -241,6 +249,26 @@ async def test_a_block_that_changes_while_it_is_sent_is_cut_short():
         assert store.counters.damaged_blocks == 1
 
 
+async def test_of_an_answer_that_is_given_up_nothing_waits_to_be_sent():
+    async with http_store(blocks=8192) as store, store.client() as client:
+        await client.open(BIG)
+        chain = BIG.chain([1, 2, 3, 4])
+        await client.put_block(chain, data=io.BytesIO(payload(chain.keys[0], 16 << 20)))
+
+        def sending():
+            guards = store.face._guards.values()
+            return [guard for guard in guards if guard._transport.get_write_buffer_size()]
+
+        async with RawClient.connected(store.face) as raw:
+            await raw.say(head("GET", client.block_path(chain)))
+            await until(sending)
+            (guard,) = sending()
+            transport = guard._transport
+            guard.inner._task_handler.cancel()  # as a shut-down does
+            await until(lambda: not store.manager.stats()["owners"])
+            assert transport.get_write_buffer_size() == 0
+
+
 async def test_before_it_is_open_only_its_health_is_told():
     async with http_store(is_started=False) as store, store.client() as client:
         assert (await client.get("/healthz")).json == {"status": "ok"}
@@ -257,6 +285,7 @@ async def test_requests_under_way_are_answered_before_the_end_and_new_ones_refus
         await client.open()
         async with RawClient.connected(store.face) as raw:
             await raw.say(head("PUT", client.block_path(CHAIN), Content_Length=BLOCK_BYTES))
+            await raw.say(payload(CHAIN.keys[0])[:100])
             await until(lambda: store.dram.used_bytes == BLOCK_BYTES)
             stopping = asyncio.create_task(store.face.stop(drain_s=30))
             await asyncio.sleep(0)
@@ -265,7 +294,7 @@ async def test_requests_under_way_are_answered_before_the_end_and_new_ones_refus
             assert (refused.status, refused.code) == (503, "unavailable")
             assert (await client.get("/readyz")).json == {"status": "draining"}
 
-            await raw.say(payload(CHAIN.keys[0]))
+            await raw.say(payload(CHAIN.keys[0])[100:])
             assert (await raw.hear_answer())[0] == 201
             await stopping
 
@@ -275,6 +304,7 @@ async def test_a_request_that_does_not_end_is_given_up_at_the_end():
         await client.open()
         async with RawClient.connected(store.face) as raw:
             await raw.say(head("PUT", client.block_path(CHAIN), Content_Length=BLOCK_BYTES))
+            await raw.say(b"x")
             await until(lambda: store.dram.used_bytes == BLOCK_BYTES)
             await store.face.stop(drain_s=0.05)
             assert await raw.hear_all() == b""

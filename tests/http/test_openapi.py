@@ -70,7 +70,7 @@ def test_a_server_answers_as_the_document_says(tmp_path):
         # payload is as long as its block: JSON Schema cannot say so.
         words = [sys.executable, "-m", "schemathesis.cli", "run", str(path), "--url", server.url]
         words += ["--checks", "all", "--exclude-checks", "positive_data_acceptance", "--seed", "1"]
-        words += ["--max-examples", "10", "--phases", "examples,coverage,fuzzing", "--no-color"]
+        words += ["--max-examples", "5", "--phases", "examples,coverage,fuzzing", "--no-color"]
         words += ["--warnings", "off", "--generation-database", "none"]
         ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=380, check=False)
 

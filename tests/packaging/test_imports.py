@@ -7,7 +7,18 @@ import sys
 
 import pytest
 
-HEAVY = {"torch", "cupy", "lmdb", "redis", "aiohttp", "gguf", "tokenizers", "safetensors", "jinja2"}
+HEAVY = {
+    "torch",
+    "cupy",
+    "lmdb",
+    "redis",
+    "aiohttp",
+    "cryptography",
+    "gguf",
+    "tokenizers",
+    "safetensors",
+    "jinja2",
+}
 LIGHT = [
     "kvstore",
     "kvstore.async_client",

@@ -17,6 +17,7 @@ from kvstore_tiers.remote import RemoteTier
 from kvstore_tiers.resp import RespConnection
 from kvstore_tiers.resp_address import AddressLookup, RespAddress, SocketAddress
 from kvstore_tiers.resp_stream import RespFault
+from tests.black_hole import black_hole
 from tests.redis_server import RedisServer, free_port
 from tests.tiers.blocks import block_id
 from tests.tiers.remote_calls import LENGTH, NAMES, opened, put, statuses, until, until_healed, within
@@ -382,6 +383,21 @@ def test_every_address_of_a_name_is_tried(redis: RedisServer) -> None:
     connection = RespConnection.connect(
         address, TwoAddresses(address), timeout_s=1, deadline_s=within(1), clock=time.monotonic
     )
+    assert connection.is_quiet()
+    connection.close()
+
+
+def test_an_address_that_swallows_everything_does_not_hide_the_next_one(redis: RedisServer) -> None:
+    address = RespAddress.parse(redis.url)
+    with black_hole() as silent:
+
+        class SilentFirst(AddressLookup):
+            def find(self, timeout_s: float) -> list[SocketAddress]:
+                return [(socket.AF_INET, silent), *super().find(timeout_s)]
+
+        connection = RespConnection.connect(
+            address, SilentFirst(address), timeout_s=6, deadline_s=within(6), clock=time.monotonic
+        )
     assert connection.is_quiet()
     connection.close()
 

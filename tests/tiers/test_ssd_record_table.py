@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from kvstore.keys import BlockKey, NamespaceDigest
 from kvstore.layout import Part
 from kvstore.tier import BlockHeader, BlockId
-from kvstore_tiers.ssd_record import RECORD_BYTES, IndexRecord
+from kvstore_tiers.ssd_record import PLAIN_FORM, IndexRecord
 from kvstore_tiers.ssd_record_table import RecordTable
 from tests.tiers.blocks import header, payload
 
 PAGE = 4096
+RECORD_BYTES = PLAIN_FORM.record_bytes
 OFFSET, SLOT_BYTES, PART, MAGIC, LENGTH = 192, 200, 44, 0, 8
 
 

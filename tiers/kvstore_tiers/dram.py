@@ -5,12 +5,18 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.errors import TierFull
-from kvstore.tier import Medium, Slot
+from kvstore.tier import ALIGNMENT_BYTES, Medium, Slot
 from kvstore_tiers.arena import Arena
 from kvstore_tiers.slots import SlotAllocator, padded
 
 _log = logging.getLogger(__name__)
+
+_STEP_PAGES = 256
+"""Pages that ``overwrite_free`` looks at between other work: 1 MiB."""
 
 
 class DramTier:
@@ -20,6 +26,9 @@ class DramTier:
     from a slower tier may use them through ``allocate_staging`` when everything else is leased; the slot is
     then like any other (same ``free``), and the reserve is whole again as soon as no more than the capacity
     is in use. Until then ``used_bytes`` may exceed ``capacity_bytes``, by as much as is staged.
+
+    Overwriting. ``overwrite`` zeroes slots, ``overwrite_free`` all that is in no slot, bit by bit between
+    other work: what is allocated meanwhile is left alone.
 
     Owner: one event loop's thread. The memoryviews may be used from any thread.
     """
@@ -33,6 +42,8 @@ class DramTier:
         self._staging_bytes = staging_bytes
         self._slots = SlotAllocator(capacity_bytes + staging_bytes, name=name)
         self._arena: Arena | None = None
+        self._free_pages: npt.NDArray[np.bool_] | None = None
+        self._overwriting = asyncio.Lock()
 
     @property
     def name(self) -> str:
@@ -117,6 +128,9 @@ class DramTier:
         slots = [Slot(start + offset) for offset in self._slots.allocate(length_bytes, count)]
         for slot in slots:
             view.advance_generation(slot)
+            if self._free_pages is not None:
+                first = (slot - start) // ALIGNMENT_BYTES
+                self._free_pages[first : first + padded(length_bytes) // ALIGNMENT_BYTES] = False
         return slots
 
     def free(self, slots: Sequence[Slot]) -> None:
@@ -130,6 +144,33 @@ class DramTier:
     def generation(self, slot: Slot) -> int:
         """Return the slot's generation."""
         return self.arena.view.generation(slot)
+
+    def overwrite(self, slots: Sequence[Slot]) -> None:
+        """Zero the bytes of slots that are allocated."""
+        view = self.arena.view
+        for slot in slots:
+            size = self._slots.slot_bytes(slot - view.format.slots_offset)
+            np.frombuffer(view.slot(slot, size), np.uint8)[:] = 0
+
+    async def overwrite_free(self) -> None:
+        """Zero all bytes that are in no slot now, and stay in none until their turn."""
+        async with self._overwriting:
+            view = self.arena.view
+            num_pages = self._slots.capacity_bytes // ALIGNMENT_BYTES
+            free = self._free_pages = np.ones(num_pages, np.bool_)
+            for offset, size in self._slots.lent():
+                free[offset // ALIGNMENT_BYTES : (offset + size) // ALIGNMENT_BYTES] = False
+            try:
+                for start in range(0, num_pages, _STEP_PAGES):
+                    await asyncio.sleep(0)
+                    if self._arena is None:
+                        return
+                    wanted = free[start : start + _STEP_PAGES]
+                    offset, size = start * ALIGNMENT_BYTES, len(wanted) * ALIGNMENT_BYTES
+                    step = np.frombuffer(view.slot(view.format.slots_offset + offset, size), np.uint8)
+                    step.reshape(-1, ALIGNMENT_BYTES)[wanted] = 0
+            finally:
+                self._free_pages = None
 
     def check(self) -> list[str]:
         """Return one line per violated invariant of the slot bookkeeping."""

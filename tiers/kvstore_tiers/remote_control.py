@@ -177,8 +177,9 @@ class _BoundedConnection(Connection):
         )
         self._open_socket = open_socket
 
-    def _connect(self) -> socket.socket:
-        return cast("socket.socket", self._open_socket())  # it has what redis-py uses of one
+    # redis-py only sends to, receives from and closes what this returns.
+    def _connect(self) -> _BoundedSocket:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._open_socket()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from kvstore.checksum import RunningChecksum
 from kvstore.errors import CorruptBlock
 from kvstore.tier import (
     HEADER_BYTES,
+    SEALED_HEADER_BYTES,
     BlockHeader,
     BlockId,
     ReadOutcome,
@@ -24,6 +25,7 @@ from kvstore.tier import (
     ReadStatus,
     WriteRequest,
     WriteStatus,
+    stored_header_bytes,
 )
 from kvstore_tiers.resp import BulkReply, BulkStatus, ErrorReply, Piece, RespConnection, command
 from kvstore_tiers.resp_stream import RespFault
@@ -57,11 +59,12 @@ class KeyNames:
         """Return a SET of header and payload in the wire form, the payload in place."""
         length = request.header.length_bytes
         key = self.of(request.header.block)
-        expiry = (
-            b"" if self.ttl_s is None else b"$2\r\nPX\r\n" + _bulk(b"%d" % max(1, int(1000 * self.ttl_s)))
-        )
-        head = b"*%d\r\n$3\r\nSET\r\n%s$%d\r\n" % (5 if expiry else 3, _bulk(key), HEADER_BYTES + length)
-        return [head + request.header.pack(), request.buffer[:length], b"\r\n" + expiry]
+        options = [b"NX"] if request.only_if_absent else []
+        if self.ttl_s is not None:
+            options += [b"PX", b"%d" % max(1, int(1000 * self.ttl_s))]
+        header = request.header.pack()
+        head = b"*%d\r\n$3\r\nSET\r\n%s$%d\r\n" % (3 + len(options), _bulk(key), len(header) + length)
+        return [head + header, request.buffer[:length], b"\r\n" + b"".join(map(_bulk, options))]
 
 
 def read_decimal(text: str, *, limit: int) -> int | None:
@@ -152,7 +155,7 @@ def read_share(
 
     def take(position: int) -> None:
         index, request = requests[position]
-        header = bytearray(HEADER_BYTES)
+        header = bytearray(SEALED_HEADER_BYTES if request.is_sealed else HEADER_BYTES)
         payload = request.buffer[: request.length_bytes]
         _take_asking(connection, is_asking, deadline_s)
         total = RunningChecksum()
@@ -202,6 +205,8 @@ def write_share(
             found.append(_write_refusal(requests[position][0], reply, tally))
         elif reply == "OK":
             found.append(WriteStatus.OK)
+        elif reply is None and requests[position][1].only_if_absent:
+            found.append(WriteStatus.REFUSED)
         else:
             raise RespFault(f"unexpected reply {reply!r} to SET")
 
@@ -314,14 +319,16 @@ def _verified(
 ) -> ReadOutcome:
     if reply.status is BulkStatus.ABSENT:
         return ReadOutcome(ReadStatus.ABSENT)
+    if stored_header_bytes(data) not in (None, len(data)):
+        # Encrypted where a copy in the clear is wanted, or the other way round.
+        return ReadOutcome(ReadStatus.MISMATCH)
     try:
         header = BlockHeader.unpack(data)
     except CorruptBlock:
         return ReadOutcome(ReadStatus.CORRUPT)
-    if HEADER_BYTES + header.length_bytes != reply.length_bytes:
+    if header.packed_bytes + header.length_bytes != reply.length_bytes:
         return ReadOutcome(ReadStatus.CORRUPT)
-    asked = (request.block, request.layout, request.length_bytes)
-    if asked != (header.block, header.layout, header.length_bytes):
+    if not request.wants(header):
         return ReadOutcome(ReadStatus.MISMATCH)
     if total.value != header.checksum:
         return ReadOutcome(ReadStatus.CORRUPT)

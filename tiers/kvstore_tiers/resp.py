@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from kvstore.checksum import RunningChecksum
 from kvstore.layout import MAX_BLOCK_BYTES
-from kvstore.tier import HEADER_BYTES
+from kvstore.tier import SEALED_HEADER_BYTES
 from kvstore_tiers.resp_address import AddressLookup, RespAddress
 from kvstore_tiers.resp_stream import LoginRefused, RespFault, open_stream
 
@@ -35,7 +35,7 @@ _WAKE_BYTES = 128 << 10
 """Bytes that are worth waking a thread for, where more are to come (docs/remote.md)."""
 
 _SKIP_BYTES = 64 << 10
-_SKIP_MAX_BYTES = 2 * MAX_BLOCK_BYTES + HEADER_BYTES
+_SKIP_MAX_BYTES = 2 * MAX_BLOCK_BYTES + SEALED_HEADER_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,15 +65,15 @@ def open_stream(
 
 
 def _connected(places: Sequence[SocketAddress], until_s: float, clock: Callable[[], float]) -> socket.socket:
-    """Connect to the first address that takes it. Raises OSError."""
+    """Connect to the first address that takes it; each has its share of the time. Raises OSError."""
     failure: OSError = TimeoutError()
-    for family, where in places:
+    for index, (family, where) in enumerate(places):
         left_s = until_s - clock()
         if left_s <= 0:
             raise TimeoutError
         stream = socket.socket(family, socket.SOCK_STREAM)
         try:
-            stream.settimeout(left_s)
+            stream.settimeout(left_s / (len(places) - index))
             stream.connect(where)
             if family != socket.AF_UNIX:
                 stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -145,6 +145,11 @@ class SlotAllocator:
         assert extent is not None, f"{self._name}: no slot is allocated at offset {offset}"
         return extent.slot_bytes
 
+    def lent(self) -> Iterator[tuple[int, int]]:
+        """Yield (offset, bytes) of every slot that is lent out."""
+        for offset, extent in self._extent_of.items():
+            yield offset, extent.slot_bytes
+
     def is_allocated(self, offset: int) -> bool:
         """Return whether a slot is lent out at exactly this offset."""
         return offset in self._extent_of

@@ -71,7 +71,11 @@ _STALLED_AFTER_S = 2.0
 
 
 class SsdTier:
-    """A Tier on a folder of a local disk. The folder belongs to one tier of one process at a time."""
+    """A Tier on a folder of a local disk. The folder belongs to one tier of one process at a time.
+
+    ``is_sealed`` says that all copies written to it are encrypted; what earlier runs wrote otherwise is
+    removed at ``open``.
+    """
 
     def __init__(
         self,
@@ -80,6 +84,7 @@ class SsdTier:
         capacity_bytes: int,
         io_threads: int = 4,
         write_budget_bytes_per_day: int = 0,
+        is_sealed: bool = False,
         check_timeout_s: float = 60.0,
         open_timeout_s: float = 120.0,
         close_timeout_s: float = 3.0,
@@ -93,6 +98,7 @@ class SsdTier:
         self._name = name
         self._clock = clock
         self._io = io
+        self._is_sealed = is_sealed
         self._check_timeout_s = check_timeout_s
         self._open_timeout_s = open_timeout_s
         self._close_timeout_s = close_timeout_s
@@ -144,6 +150,11 @@ class SsdTier:
     def used_bytes(self) -> int:
         """Bytes of slots in use: visible, being written, and quarantined."""
         return self._slots.used_bytes
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Its folder, while it is open."""
+        return () if self._store is None or self.is_gone else (self._folder,)
 
     @property
     def index_bytes(self) -> int:
@@ -329,6 +340,7 @@ class SsdTier:
             capacity_bytes=capacity_bytes,
             name=self._name,
             check_timeout_s=self._check_timeout_s,
+            is_sealed=self._is_sealed,
             io=self._io,
         )
         slots = SlotAllocator(capacity_bytes, name=self._name)
@@ -370,7 +382,7 @@ class SsdTier:
             copy = self._copies.get(request.block.storage_key)
             if copy is None:
                 continue
-            if not _agree(request, copy.record.header):
+            if not request.wants(copy.record.header):
                 outcomes[index] = ReadOutcome(ReadStatus.MISMATCH)
                 continue
             assert request.buffer.nbytes >= request.length_bytes, f"{self._name}: the buffer is too short"
@@ -536,12 +548,3 @@ class SsdTier:
 
     def _budget_note(self) -> list[Change]:
         return [Change.note_budget(self._budget.left_bytes)] if self._budget.is_limited else []
-
-
-def _agree(request: ReadRequest, header: BlockHeader) -> bool:
-    """Whether a stored header is exactly what is asked for."""
-    return (
-        header.block == request.block
-        and header.layout == request.layout
-        and header.length_bytes == request.length_bytes
-    )

@@ -20,6 +20,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 
 from kvstore.errors import TierUnavailable
 from kvstore.keys import Namespace
@@ -91,6 +92,11 @@ class SsdArray:
     def used_bytes(self) -> int:
         """Bytes of slots in use."""
         return sum(disk.used_bytes for disk in self._present())
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """The folders that are open."""
+        return tuple(folder for disk in self._present() for folder in disk.folders)
 
     @property
     def index_bytes(self) -> int:

@@ -3,6 +3,7 @@
 lock    locked (flock) for as long as the tier is open; holds the owner's process id
 dirty   there from open to close; found at open, it tells of an unclean end
 slab    payloads            index/   LMDB environment
+sealed  there while all that was ever written to the slab is encrypted
 index.damaged/              an index that cannot be used, while it is being removed
 """
 
@@ -73,6 +74,10 @@ class SsdFolder:
         return self.path / "dirty"
 
     @property
+    def _sealed_path(self) -> Path:
+        return self.path / "sealed"
+
+    @property
     def _leftover_path(self) -> Path:
         return self.path / "index.damaged"
 
@@ -89,15 +94,33 @@ class SsdFolder:
         except OSError as error:
             raise unavailable(self._name, self.path, "cannot be used", error) from error
 
+    def settle_seal(self, *, is_sealed: bool) -> None:
+        """Say whether from now on all payloads are encrypted, or none. Raises OSError.
+
+        Where that changes, what is there is of no use: the index is removed, and so is a slab that was
+        written to in the clear.
+        """
+        was_sealed = os.path.lexists(self._sealed_path)
+        if was_sealed == is_sealed:
+            return
+        if os.path.lexists(self.slab_path):
+            self.discard_index("its blocks are encrypted" if was_sealed else "its blocks are not encrypted")
+        if was_sealed:
+            self.io.unlink(self._sealed_path)
+            self._sync_folder(self.path)
+            return
+        if os.path.lexists(self.slab_path):
+            self.io.unlink(self.slab_path)
+            self._sync_folder(self.path)
+        self._make(self._sealed_path)
+
     def is_dirty(self) -> bool:
         """Return whether the last use did not end with ``release``."""
         return os.path.lexists(self._dirty_path)
 
     def mark_dirty(self) -> None:
         """Note on disk that the tier is in use. Raises OSError."""
-        flags = os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        self.io.close(self.io.open(self._dirty_path, flags, 0o600))
-        self._sync_folder(self.path)
+        self._make(self._dirty_path)
 
     def mark_clean(self) -> None:
         """Note on disk that everything was written. Raises OSError."""
@@ -137,6 +160,12 @@ class SsdFolder:
             # A child that was forked outside Python may still have the descriptor, and with it the lock.
             fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
             self._leave_lock()
+
+    def _make(self, path: Path) -> None:
+        """Make an empty file that survives a power loss. Raises OSError."""
+        flags = os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        self.io.close(self.io.open(path, flags, 0o600))
+        self._sync_folder(self.path)
 
     def _check_owner(self) -> None:
         status = self.path.stat()

@@ -7,8 +7,8 @@ Concurrency. One process (the folder is locked by the tier), one writing thread 
 transaction outlives ``load``. The environment must not be used in a forked child.
 
 Space. The file is preallocated to the map size, so that a full disk shows at open. The map size follows from
-the number of slots of 64 KiB. A record takes 277 bytes and pages may be half full: 640 bytes are reckoned for
-each, beside what copy on write needs for the transactions of the moment.
+the number of slots of 64 KiB. A record takes up to 309 bytes and pages may be half full: 704 bytes are
+reckoned for each, beside what copy on write needs for the transactions of the moment.
 """
 
 import os
@@ -31,13 +31,26 @@ _SUPERBLOCK = struct.Struct("<8sI")
 _SUPERBLOCK_KEY = b"s"
 _FIXED_MAP_BYTES = 16 << 20
 _COPY_ON_WRITE_BYTES = 6 << 20
-_RECKONED_BYTES_PER_RECORD = 640
+_RECKONED_BYTES_PER_RECORD = 704
 _MAP_BYTES_PER_RECORD = 1024
 _SMALLEST_COUNTED_SLOT_BYTES = 64 << 10
 _MAX_READERS = 8
 _DATA = "data.mdb"
 _REBUILT = "rebuilt.mdb"
 _CHANGES_PER_TRANSACTION = 512
+
+
+INDEX_DAMAGE = (
+    lmdb.BadValsizeError,
+    lmdb.CorruptedError,
+    lmdb.CursorFullError,
+    lmdb.IncompatibleError,
+    lmdb.InvalidError,
+    lmdb.PageFullError,
+    lmdb.PageNotFoundError,
+    lmdb.VersionMismatchError,
+)
+"""Errors that tell of damage in the file, which no other attempt makes up for."""
 
 
 class IndexIsForeign(Exception):
@@ -123,24 +136,26 @@ class SsdIndex:
         return (folder / _DATA).stat().st_size > map_size_bytes(capacity_bytes)
 
     def rebuild(self, folder: Path, records: Sequence[IndexRecord], *, capacity_bytes: int) -> "SsdIndex":
-        """Put a smaller file with these records in place of this one, close this, and return the new one.
+        """Put a new file with these records in place of this one, close this, and return the new one.
 
         Raises:
-            OSError, lmdb.Error: it cannot be written; the index is as it was.
+            OSError, lmdb.Error: it cannot be written; the file is as it was.
         """
         try:
             left_bytes = self.budget_left_bytes()
+        except INDEX_DAMAGE:
+            left_bytes = 0
         finally:
             self._env.close()
         map_bytes = map_size_bytes(capacity_bytes)
         environment = lmdb.open(str(folder / _REBUILT), subdir=False, map_size=map_bytes, mode=0o600)
         try:
-            smaller = SsdIndex(environment, folder, map_bytes)
-            smaller.commit_nothing()
+            new = SsdIndex(environment, folder, map_bytes)
+            new.commit_nothing()
             changes = [Change.store(record) for record in records]
             changes += [] if left_bytes is None else [Change.note_budget(left_bytes)]
             for start in range(0, len(changes), _CHANGES_PER_TRANSACTION):
-                smaller.commit(changes[start : start + _CHANGES_PER_TRANSACTION])
+                new.commit(changes[start : start + _CHANGES_PER_TRANSACTION])
         finally:
             environment.close()
         (folder / _REBUILT).replace(folder / _DATA)

@@ -1,8 +1,8 @@
 """IndexRecord: where one copy lies in the slab, as stored in the index; Change: what a commit does to it.
 
-Stored form, 228 bytes:
+Stored form, 228 bytes, 260 of an encrypted copy:
 
-    header (192) | slab offset u64 | slot bytes u32 | generation u64 | recency u64 | xxh3-64 of all before
+    header (192 or 224) | slab offset u64 | slot bytes u32 | generation u64 | recency u64 | xxh3-64 of those
 """
 
 import struct
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvstore.checksum import checksum
 from kvstore.keys import BlockKey, NamespaceDigest
 from kvstore.layout import Part
-from kvstore.tier import HEADER_BYTES, BlockHeader, BlockId
+from kvstore.tier import SEAL_BYTES, SEALED_HEADER_BYTES, BlockHeader, BlockId
 
 RECORD_PREFIX = b"b"
 """First byte of the LMDB key of a record; the storage key follows."""
@@ -21,14 +21,7 @@ RECORD_PREFIX = b"b"
 BUDGET_KEY = b"w"
 """LMDB key of what is left of the write budget."""
 
-_RECORD = struct.Struct(f"<{HEADER_BYTES}sQIQQ")
 _RECORD_SUM = struct.Struct("<Q")
-SUMMED_BYTES = _RECORD.size
-"""Bytes of a record that its checksum, the last eight, covers."""
-
-RECORD_BYTES = _RECORD.size + _RECORD_SUM.size
-"""Size of a stored record."""
-
 NAME_IN_RECORD = slice(12, 52)
 """Where the storage key is in it."""
 
@@ -39,8 +32,39 @@ _PLACE = struct.Struct("<QIQQ")
 _BUDGET = struct.Struct("<Q")
 _HEADER_FIELDS = struct.Struct("<8xI32s8s32s32s32sIQ")
 _ANY_BLOCK = BlockId(NamespaceDigest(b"n" * 32), Part(0, 1, 0, 1), BlockKey(b"k" * 32))
-SOUND_START = BlockHeader(_ANY_BLOCK, BlockKey(b"p" * 32), 0, b"", 0, 0).pack()[:8]
-"""Magic, version and size as every header has them."""
+_SEAL_OFFSET = SEALED_HEADER_BYTES - SEAL_BYTES - _RECORD_SUM.size
+
+
+@dataclass(frozen=True, slots=True)
+class RecordForm:
+    """Sizes of a stored record: of a copy in the clear, or of an encrypted one.
+
+    ``start`` is magic, version and size of its header.
+    """
+
+    header_bytes: int
+    start: bytes
+
+    @classmethod
+    def of(cls, seal: bytes) -> "RecordForm":
+        """Return the form of records whose headers have such a seal."""
+        header = BlockHeader(_ANY_BLOCK, BlockKey(b"p" * 32), 0, b"", 0, 0, seal)
+        return cls(header.packed_bytes, header.pack()[:8])
+
+    @property
+    def summed_bytes(self) -> int:
+        """Bytes of a record that its checksum, the last eight, covers."""
+        return self.header_bytes + _PLACE.size
+
+    @property
+    def record_bytes(self) -> int:
+        """Size of a record."""
+        return self.summed_bytes + _RECORD_SUM.size
+
+
+PLAIN_FORM = RecordForm.of(b"")
+SEALED_FORM = RecordForm.of(bytes(SEAL_BYTES))
+_HEADER_BYTES_OF = {form.record_bytes: form.header_bytes for form in (PLAIN_FORM, SEALED_FORM)}
 
 
 class IndexRecord(NamedTuple):
@@ -59,7 +83,8 @@ class IndexRecord(NamedTuple):
 
     def pack(self) -> bytes:
         """Return the stored form."""
-        body = _RECORD.pack(self.header.pack(), self.offset, self.slot_bytes, self.generation, self.recency)
+        place = _PLACE.pack(self.offset, self.slot_bytes, self.generation, self.recency)
+        body = self.header.pack() + place
         return body + _RECORD_SUM.pack(checksum(body))
 
 
@@ -137,16 +162,17 @@ class Change:
 
 def generation_of(value: bytes) -> int:
     """Return the generation of a stored record, -1 if it cannot be one."""
-    if len(value) != RECORD_BYTES:
+    header_bytes = _HEADER_BYTES_OF.get(len(value))
+    if header_bytes is None:
         return -1
-    generation: int = _PLACE.unpack_from(value, HEADER_BYTES)[2]
+    generation: int = _PLACE.unpack_from(value, header_bytes)[2]
     return generation
 
 
 def unpack_sound(value: bytes) -> IndexRecord:
     """Return the record in a stored form that was found sound (see ``RecordTable``)."""
     (header,) = headers_in([value])
-    return IndexRecord(header, *_PLACE.unpack_from(value, HEADER_BYTES))
+    return IndexRecord(header, *_PLACE.unpack_from(value, _HEADER_BYTES_OF[len(value)]))
 
 
 def headers_in(values: Iterable[bytes]) -> Iterator[BlockHeader]:
@@ -154,13 +180,15 @@ def headers_in(values: Iterable[bytes]) -> Iterator[BlockHeader]:
     parts: dict[bytes, Part] = {}
     shared: dict[bytes, bytes] = {}
     share, new, fields_of = shared.setdefault, tuple.__new__, _HEADER_FIELDS.unpack_from
+    sealed_bytes = SEALED_FORM.record_bytes
     for value in values:
         length, key, packed_part, namespace, parent, layout, depth, payload_sum = fields_of(value)
         part = parts.get(packed_part)
         if part is None:
             part = parts[packed_part] = Part.unpack(packed_part)
         block = new(BlockId, (share(namespace, namespace), part, key))
-        yield new(BlockHeader, (block, parent, depth, share(layout, layout), length, payload_sum))
+        seal = value[_SEAL_OFFSET : _SEAL_OFFSET + SEAL_BYTES] if len(value) == sealed_bytes else b""
+        yield new(BlockHeader, (block, parent, depth, share(layout, layout), length, payload_sum, seal))
 
 
 def name_in(value: bytes) -> bytes:
@@ -170,5 +198,5 @@ def name_in(value: bytes) -> bytes:
 
 def recency_in(value: bytes) -> int:
     """Return the recency in a stored record."""
-    recency: int = _PLACE.unpack_from(value, HEADER_BYTES)[3]
+    recency: int = _PLACE.unpack_from(value, _HEADER_BYTES_OF[len(value)])[3]
     return recency

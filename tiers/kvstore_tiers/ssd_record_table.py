@@ -1,7 +1,8 @@
 """RecordTable: the records of an index at a start, checked all at once and unpacked one by one when needed.
 
 A hundred thousand records are read, checked and filed while a store starts. So the checks run over columns
-(NumPy), and what passes them stays in its stored form until somebody asks for the record.
+(NumPy), and what passes them stays in its stored form until somebody asks for the record. An index holds
+copies in the clear or encrypted ones, never both.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,36 +17,42 @@ from kvstore.layout import Part
 from kvstore.tier import ALIGNMENT_BYTES
 from kvstore_tiers.ssd_record import (
     NAME_IN_RECORD,
-    RECORD_BYTES,
+    PLAIN_FORM,
     RECORD_KEY_BYTES,
     RECORD_PREFIX,
-    SOUND_START,
-    SUMMED_BYTES,
+    SEALED_FORM,
     IndexRecord,
+    RecordForm,
     name_in,
     unpack_sound,
 )
 
-_ROW = np.dtype(
-    [
-        ("start", "<u8"),
-        ("length_bytes", "<u4"),
-        ("key", "V32"),
-        ("part", "<u8"),
-        ("namespace", "V32"),
-        ("parent", "V32"),
-        ("layout", "V32"),
-        ("depth", "<u4"),
-        ("payload_sum", "<u8"),
-        ("rest_of_header", "V32"),
-        ("offset", "<u8"),
-        ("slot_bytes", "<u4"),
-        ("generation", "<u8"),
-        ("recency", "<u8"),
-        ("sum", "<u8"),
-    ]
-)
-_SOUND_START = int.from_bytes(SOUND_START, "little")
+_FIELDS_OF_HEADER = [
+    ("start", "<u8"),
+    ("length_bytes", "<u4"),
+    ("key", "V32"),
+    ("part", "<u8"),
+    ("namespace", "V32"),
+    ("parent", "V32"),
+    ("layout", "V32"),
+    ("depth", "<u4"),
+    ("payload_sum", "<u8"),
+]
+_PLACE = [
+    ("offset", "<u8"),
+    ("slot_bytes", "<u4"),
+    ("generation", "<u8"),
+    ("recency", "<u8"),
+    ("sum", "<u8"),
+]
+
+
+def _row(form: RecordForm) -> np.dtype[np.void]:
+    rest = form.header_bytes - np.dtype(_FIELDS_OF_HEADER).itemsize
+    return np.dtype([*_FIELDS_OF_HEADER, ("rest_of_header", f"V{rest}"), *_PLACE])
+
+
+_ROWS = {form: _row(form) for form in (PLAIN_FORM, SEALED_FORM)}
 
 Rows = npt.NDArray[np.void]
 Mask = npt.NDArray[np.bool_]
@@ -54,12 +61,14 @@ Mask = npt.NDArray[np.bool_]
 class RecordTable(Sequence[IndexRecord]):
     """Sound records, least recently used first.
 
-    ``values`` are their stored forms; ``rows`` is the same as a structured array of shape ``[records]``.
+    ``values`` are their stored forms, all of one ``form``; ``rows`` is the same as a structured array of
+    shape ``[records]``.
     """
 
-    def __init__(self, values: list[bytes], rows: Rows) -> None:
+    def __init__(self, values: list[bytes], rows: Rows, form: RecordForm = PLAIN_FORM) -> None:
         self.values = values
         self._rows = rows
+        self._form = form
 
     @classmethod
     def of(cls, stored: Mapping[bytes, bytes]) -> tuple["RecordTable", list[bytes]]:
@@ -68,18 +77,20 @@ class RecordTable(Sequence[IndexRecord]):
         The record's checksum covers the header with its own, which need not be taken again.
         """
         whole: Mapping[bytes, bytes] = stored
-        if set(map(len, stored.values())) - {RECORD_BYTES} or set(map(len, stored)) - {RECORD_KEY_BYTES}:
+        sizes = set(map(len, stored.values()))
+        form = SEALED_FORM if SEALED_FORM.record_bytes in sizes else PLAIN_FORM
+        if sizes - {form.record_bytes} or set(map(len, stored)) - {RECORD_KEY_BYTES}:
             whole = {
                 key: value
                 for key, value in stored.items()
-                if len(value) == RECORD_BYTES and len(key) == RECORD_KEY_BYTES
+                if len(value) == form.record_bytes and len(key) == RECORD_KEY_BYTES
             }
         keys, values = list(whole), list(whole.values())
-        rows = np.frombuffer(b"".join(values), dtype=_ROW)
-        sound = _sound(keys, values, rows)
+        rows = np.frombuffer(b"".join(values), dtype=_ROWS[form])
+        sound = _sound(keys, values, rows, form)
         damaged = [key for key in stored if key not in whole] if whole is not stored else []
         damaged += [keys[index] for index in np.flatnonzero(~sound)]
-        return cls(values, rows)._take(_by_recency(rows, np.flatnonzero(sound))), damaged
+        return cls(values, rows, form)._take(_by_recency(rows, np.flatnonzero(sound))), damaged
 
     @overload
     def __getitem__(self, index: int) -> IndexRecord: ...
@@ -134,26 +145,29 @@ class RecordTable(Sequence[IndexRecord]):
         return self._take(_by_recency(self._rows, order)), lost_keys
 
     def _take(self, indexes: npt.NDArray[np.intp]) -> "RecordTable":
-        rows = self._rows.view(np.uint8).reshape(-1, RECORD_BYTES).take(indexes, axis=0)
+        size = self._form.record_bytes
+        rows = self._rows.view(np.uint8).reshape(-1, size).take(indexes, axis=0)
         # Cut from one piece of memory in their order: who walks them later does not jump about in it.
         data = rows.tobytes()
-        values = [data[start : start + RECORD_BYTES] for start in range(0, len(data), RECORD_BYTES)]
-        return RecordTable(values, rows.reshape(-1).view(_ROW))
+        values = [data[start : start + size] for start in range(0, len(data), size)]
+        return RecordTable(values, rows.reshape(-1).view(_ROWS[self._form]), self._form)
 
 
 def _by_recency(rows: Rows, indexes: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
     return indexes[np.argsort(rows["recency"][indexes], kind="stable")]
 
 
-def _sound(keys: Sequence[bytes], values: Sequence[bytes], rows: Rows) -> Mask:
+def _sound(keys: Sequence[bytes], values: Sequence[bytes], rows: Rows, form: RecordForm) -> Mask:
     """Say of each record of the right size whether it is whole, possible, and under its own key."""
     sums = np.fromiter(
-        map(xxhash.xxh3_64_intdigest, [value[:SUMMED_BYTES] for value in values]), np.uint64, len(values)
+        map(xxhash.xxh3_64_intdigest, [value[: form.summed_bytes] for value in values]),
+        np.uint64,
+        len(values),
     )
-    names = rows.view(np.uint8).reshape(-1, RECORD_BYTES)[:, NAME_IN_RECORD]
+    names = rows.view(np.uint8).reshape(-1, form.record_bytes)[:, NAME_IN_RECORD]
     filed = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, RECORD_KEY_BYTES)
     lengths, slots = rows["length_bytes"].astype(np.int64), rows["slot_bytes"].astype(np.int64)
-    sound: Mask = (rows["sum"] == sums) & (rows["start"] == _SOUND_START)
+    sound: Mask = (rows["sum"] == sums) & (rows["start"] == int.from_bytes(form.start, "little"))
     sound &= (filed[:, 0] == RECORD_PREFIX[0]) & (names == filed[:, 1:]).all(axis=1)
     sound &= (slots > 0) & (slots == -(-lengths // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
     sound &= rows["offset"] % ALIGNMENT_BYTES == 0

@@ -17,7 +17,7 @@ from kvstore_tiers.disk_io import DiskIO
 from kvstore_tiers.slab import Slab
 from kvstore_tiers.ssd_check import EXIT_UNUSABLE
 from kvstore_tiers.ssd_folder import SsdFolder, unavailable
-from kvstore_tiers.ssd_index import IndexIsForeign, SsdIndex
+from kvstore_tiers.ssd_index import INDEX_DAMAGE, IndexIsForeign, SsdIndex
 from kvstore_tiers.ssd_record import Change
 from kvstore_tiers.ssd_record_table import RecordTable
 
@@ -45,6 +45,7 @@ class SsdStore:
         self._index = index
         self._capacity_bytes = capacity_bytes
         self._is_index_broken = False
+        self._is_index_damaged = False
         self.gone = ""
 
     @classmethod
@@ -55,6 +56,7 @@ class SsdStore:
         capacity_bytes: int,
         name: str,
         check_timeout_s: float,
+        is_sealed: bool = False,
         io: DiskIO | None = None,
     ) -> tuple["SsdStore", RecordTable]:
         """Open the folder; returns the store and the records whose slots do not overlap.
@@ -67,6 +69,7 @@ class SsdStore:
         opened: list[Slab | SsdIndex] = []
         try:
             folder.remove_leftovers()
+            folder.settle_seal(is_sealed=is_sealed)
             _preflight(folder, capacity_bytes, check_timeout_s, name=name)
             folder.mark_dirty()
             slab, index, records = _open_parts(folder, capacity_bytes, opened)
@@ -116,6 +119,7 @@ class SsdStore:
                 return self._commit_apart(changes)
         except (OSError, lmdb.Error) as error:
             self._is_index_broken |= isinstance(error, lmdb.Error)
+            self._is_index_damaged |= isinstance(error, INDEX_DAMAGE)
             return [CommitOutcome(WriteStatus.UNAVAILABLE, f"writing failed: {error}")] * len(changes)
         return [CommitOutcome(WriteStatus.OK)] * len(changes)
 
@@ -135,6 +139,8 @@ class SsdStore:
     def _reopen_index(self) -> None:
         """Open the index anew: an environment that failed to write its root refuses every later change.
 
+        One with damage is written anew, from the records that can be read.
+
         Raises:
             OSError, lmdb.Error: not yet.
         """
@@ -143,7 +149,16 @@ class SsdStore:
         except lmdb.Error as error:
             _log.warning("folder %s: the failed index did not close: %s", self._folder.path, error)
         self._index = SsdIndex.open(self._folder.index_path, capacity_bytes=self._capacity_bytes)
-        self._is_index_broken = False
+        if self._is_index_damaged:
+            records, _ = self._index.load()
+            path, capacity_bytes = self._folder.index_path, self._capacity_bytes
+            self._index = self._index.rebuild(path, records, capacity_bytes=capacity_bytes)
+            self._folder.sync()
+            _log.warning(
+                "folder %s: the index was damaged: written anew with %d records",
+                *(self._folder.path, len(records)),
+            )
+        self._is_index_broken = self._is_index_damaged = False
         _log.info("folder %s: the index was opened anew after a fault", self._folder.path)
 
     def budget_left_bytes(self) -> int | None:
@@ -225,14 +240,27 @@ def _open_parts(
             "folder %s: %d damaged records and %d without their bytes are forgotten",
             *(folder.path, len(damaged), len(unusable)),
         )
-        index.delete_keys([*damaged, *unusable])
+    # Of a file with damage nothing is kept but its sound records: what else is damaged shows only later.
+    is_to_be_rebuilt = bool(damaged) or not _try_to_delete(index, unusable)
     if had_bytes > capacity_bytes:
         slab.shrink(capacity_bytes)
-    if index.is_larger_than(folder.index_path, capacity_bytes):
+    if is_to_be_rebuilt or index.is_larger_than(folder.index_path, capacity_bytes):
         opened.remove(index)
         index = index.rebuild(folder.index_path, kept, capacity_bytes=capacity_bytes)
         opened.append(index)
     return slab, index, kept
+
+
+def _try_to_delete(index: SsdIndex, keys: Sequence[bytes]) -> bool:
+    """Delete records; False if that shows damage in the file."""
+    if not keys:
+        return True
+    try:
+        index.delete_keys(keys)
+    except INDEX_DAMAGE as error:
+        _log.warning("the index is damaged: %s", error)
+        return False
+    return True
 
 
 def _close_parts(folder: SsdFolder, parts: Sequence[Slab | SsdIndex]) -> None:
@@ -250,7 +278,7 @@ def _open_index(folder: SsdFolder, capacity_bytes: int) -> tuple[SsdIndex, Recor
     try:
         index = SsdIndex.open(folder.index_path, capacity_bytes=capacity_bytes)
         return (index, *index.load())
-    except (IndexIsForeign, lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError) as error:
+    except (IndexIsForeign, *INDEX_DAMAGE) as error:
         if index is not None:
             index.close()
         folder.discard_index(str(error))

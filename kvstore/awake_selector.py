@@ -1,0 +1,45 @@
+"""AwakeSelector: an event loop's selector that does not go to sleep right after there was something to do.
+
+An idle virtual core takes tens of microseconds to wake, and requests of one client follow each other at about
+that distance. Measured with benchmarks/data_plane.py, 2 cores, one block of 64 KiB at a time: 57 us for a
+server that goes to sleep at once, 36 us for one that stays awake.
+"""
+
+import os
+import selectors
+import time
+from collections.abc import Callable
+from selectors import SelectorKey
+
+AWAKE_S = 60e-6
+"""What an event keeps the selector awake for, unless there is one core only."""
+
+
+class AwakeSelector(selectors.EpollSelector):
+    """Looks again and again for ``awake_s`` after the last event, and only then sleeps.
+
+    Whoever else wants the core has it between two looks. One event costs at most ``awake_s`` of a core that
+    nobody wants: of a server that is asked 1000 times a second, 6 %.
+    """
+
+    def __init__(self, awake_s: float = AWAKE_S, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._awake_s = awake_s if len(os.sched_getaffinity(0)) > 1 else 0.0
+        self._clock = clock
+        self._awake_until_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
+        """Return what is ready, waiting up to ``timeout`` seconds (None: for ever) for something to be."""
+        look = super().select
+        if timeout is None or timeout > 0:
+            awake_until_s = self._awake_until_s
+            while (now_s := self._clock()) < awake_until_s:
+                ready = look(0)
+                if ready:
+                    self._awake_until_s = now_s + self._awake_s
+                    return ready
+                os.sched_yield()
+        ready = look(timeout)
+        if ready:
+            self._awake_until_s = self._clock() + self._awake_s
+        return ready
