@@ -173,6 +173,21 @@ def test_after_an_error_the_line_goes_on(redis: RedisServer) -> None:
         assert line.ask("ECHO", "x") == "x"
 
 
+def test_several_questions_are_answered_in_one_go(redis: RedisServer) -> None:
+    with line_to(redis.url) as line:
+        first, second, third = line.ask_all([("ECHO", "a"), ("NONSENSE",), ("ECHO", "b")])
+    assert (first, third) == ("a", "b")
+    assert isinstance(second, Refused)
+
+
+def test_a_server_that_answers_nobody_now_ends_the_questions(
+    scripted: Callable[[Answer], ScriptedServer],
+) -> None:
+    server = scripted(lambda _: [b"-LOADING Redis is loading the dataset in memory\r\n+OK\r\n"])
+    with line_to(server.url) as line, pytest.raises(Refused, match="the server answers LOADING Redis is"):
+        line.ask_all([("GET", "a"), ("GET", "b")])
+
+
 def test_a_line_works_over_a_unix_socket_in_another_database(redis: RedisServer) -> None:
     with line_to(f"unix://{redis.socket_path}?db=3") as line:
         assert line.ask("SET", "a", "b") == "OK"
@@ -228,6 +243,20 @@ async def test_a_login_that_is_no_use_is_one_warning_at_the_start(
         assert not any(secret in caplog.text for secret in ("sesame", "wrongsecret"))
     finally:
         server.stop()
+
+
+async def test_a_login_that_turns_out_to_be_no_use_later_is_a_warning_then(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = RedisServer(tmp_path / "r", password="sesame")
+    async with opened(server.url, breaker_backoff_s=0.01, breaker_backoff_max_s=0.05) as tier:
+        assert "not reachable yet: cannot connect" in caplog.text
+        server.start()
+        await until(lambda: "not used for now" in caplog.text)
+        assert warnings_of(caplog)[-1].endswith(LOGINS[0][1])
+        assert LOGINS[0][1] in tier.health().reason
+    assert len(warnings_of(caplog)) == 2
+    server.stop()
 
 
 async def test_a_password_for_a_server_that_has_none_is_one_warning(
@@ -359,8 +388,8 @@ def test_a_replica_is_a_remark(redis: RedisServer, tmp_path: Path) -> None:
 def test_what_a_server_tells_of_itself_is_read_with_care(
     scripted: Callable[[Answer], ScriptedServer], told: bytes, server: str, remarks: tuple[str, ...] | None
 ) -> None:
-    info = b"$%d\r\n%s\r\n" % (len(told), told)
-    found = seen(scripted(lambda data: [info if b"INFO" in data else b"+OK\r\n"]).url, Use())
+    answers = b"+OK\r\n" * 4 + b"$%d\r\n%s\r\n" % (len(told), told)
+    found = seen(scripted(lambda _: [answers]).url, Use())
     assert found.server == server
     assert remarks is None or found.remarks == remarks
 

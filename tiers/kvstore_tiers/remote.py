@@ -15,9 +15,9 @@ import logging
 import ssl
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 from kvstore.keys import Namespace
 from kvstore.miss import MissReason
@@ -33,6 +33,7 @@ from kvstore.tier import (
     WriteRequest,
     WriteStatus,
 )
+from kvstore_tiers.remote_batch import Batch, Ending, shares_of
 from kvstore_tiers.remote_cluster import ClusterServers
 from kvstore_tiers.remote_look import Use
 from kvstore_tiers.remote_node import NodeSettings, RemoteNode, Work
@@ -45,8 +46,6 @@ from kvstore_tiers.resp_address import RespAddress
 
 _log = logging.getLogger(__name__)
 
-_SHARE_MIN_BLOCKS = 2
-
 _MAX_SHARES = 2
 """Most connections that one call uses to one server; other calls have the others.
 
@@ -54,42 +53,6 @@ Two pipelined ones keep a server's one thread busy. More only take turns: measur
 """
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Batch(Generic[T]):
-    """The items of one call, in order, and how a thread does some of them.
-
-    A node's items are dealt out to at most ``max_shares`` threads. ``block_of`` names an item's block.
-    ``work`` takes numbered items, and whether their node must be told that it was named by another (ASKING).
-    """
-
-    items: Sequence[T]
-    block_of: Callable[[T], BlockId]
-    work: Callable[[Sequence[tuple[int, T]], bool], Work]
-    max_shares: int
-    is_write: bool
-    deadline_s: float
-
-
-@dataclass(slots=True)
-class Ending:
-    """How a call ended for items that got no outcome of their own, by their place in the call.
-
-    ``reasons`` has an entry for those whose node was not asked or did not answer. ``moved`` ones are at
-    another node: (node, whether it must be told so).
-    """
-
-    reasons: dict[int, MissReason] = field(default_factory=dict)
-    moved: dict[int, tuple[RemoteNode, bool]] = field(default_factory=dict)
-
-    def note(self, indexes: Iterable[int], reason: MissReason) -> None:
-        """Say why items may have no outcome."""
-        self.reasons.update(dict.fromkeys(indexes, reason))
-
-    def reason(self, index: int) -> MissReason:
-        """Return why an item has no outcome."""
-        return self.reasons.get(index, MissReason.UNAVAILABLE)
 
 
 class RemoteTier:
@@ -358,7 +321,7 @@ class RemoteTier:
         is_asking: bool,
     ) -> None:
         jobs = node.writes if batch.is_write else node.reads
-        shares = _shares([(index, batch.items[index]) for index in indexes], batch.max_shares)
+        shares = shares_of([(index, batch.items[index]) for index in indexes], batch.max_shares)
         works = [batch.work(share, is_asking) for share in shares]
         tallies = await node.run(jobs, works, batch.deadline_s)
         for share, tally in zip(shares, tallies, strict=True):
@@ -394,12 +357,6 @@ class RemoteTier:
 
     def _count(self, **events: int) -> None:
         self._counters.update({event: count for event, count in events.items() if count})
-
-
-def _shares(numbered: Sequence[tuple[int, T]], most: int) -> list[Sequence[tuple[int, T]]]:
-    """Deal requests out like cards, so that the leading blocks of a chain come first in every share."""
-    count = max(1, min(most, len(numbered) // _SHARE_MIN_BLOCKS))
-    return [numbered[first::count] for first in range(count)]
 
 
 def _itself(block: BlockId) -> BlockId:

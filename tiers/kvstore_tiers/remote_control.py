@@ -9,7 +9,7 @@ no rights beyond the questions.
 
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Union, cast
 
@@ -20,7 +20,7 @@ from redis.exceptions import TimeoutError as NoAnswer
 from redis.retry import Retry
 
 from kvstore_tiers.resp_address import AddressLookup, RespAddress
-from kvstore_tiers.resp_stream import RespFault, login_refusal, open_stream
+from kvstore_tiers.resp_stream import LoginRefused, RespFault, open_stream
 
 Reply = Union[int, str, None, "list[Reply]"]
 """An answer; bulk strings and statuses are both text."""
@@ -34,7 +34,7 @@ class Refused(RespFault):
 
     def __init__(self, code: str, text: str) -> None:
         shown = "".join(letter for letter in text[:80] if letter.isprintable())
-        super().__init__(login_refusal(code) if code == "NOAUTH" else f"the server answers {shown}")
+        super().__init__(str(LoginRefused(code)) if code == "NOAUTH" else f"the server answers {shown}")
         self.code = code
 
 
@@ -51,9 +51,32 @@ class ControlLine:
             Refused: the answer is an error; other questions may be asked.
             RespFault: no answer in time, or none that parses.
         """
+        [reply] = self.ask_all([words])
+        if isinstance(reply, Refused):
+            raise reply
+        return reply
+
+    def ask_all(self, questions: Sequence[Sequence[str]]) -> "list[Reply | Refused]":
+        """Ask several questions in one go. Blocks.
+
+        Raises:
+            Refused: the server answers nobody now, or not us (``LOADING``, ``NOAUTH``).
+            RespFault: no answer in time, or one that does not parse.
+        """
         with _faults_mapped():
-            self._connection.send_command(*words)  # type: ignore[no-untyped-call]  # redis-py has none
-            return cast("Reply", self._connection.read_response())  # what RESP2 can say, decoded
+            packed = self._connection.pack_commands(questions)  # type: ignore[no-untyped-call]  # redis-py has none
+            self._connection.send_packed_command(packed)  # type: ignore[no-untyped-call]  # redis-py has none
+        return [self._answer() for _ in questions]
+
+    def _answer(self) -> "Reply | Refused":
+        try:
+            with _faults_mapped():
+                return cast("Reply", self._connection.read_response())  # what RESP2 can say, decoded
+        except Refused as refused:
+            # redis-py closes its connection after answers that it takes for the server's, not the question's.
+            if not self._connection.is_connected:
+                raise
+            return refused
 
 
 @contextmanager
@@ -81,7 +104,7 @@ def control_line(
             with _faults_mapped():
                 connection.connect()  # type: ignore[no-untyped-call]  # redis-py has none
         except Refused as refused:
-            raise RespFault(login_refusal(refused.code)) from refused
+            raise LoginRefused(refused.code) from refused
         yield ControlLine(connection)
     finally:
         connection.disconnect()  # type: ignore[no-untyped-call]  # redis-py has none

@@ -37,31 +37,29 @@ def look(line: ControlLine, use: Use, *, user: str) -> Look:
     Raises:
         RespFault: no answer in time, or none that parses.
     """
-    missing = _missing_rights(line, use)
+    trials = _trials(use)
+    *tried, info = line.ask_all([*trials, ("INFO",)])
+    missing = [words[0] for words, answer in zip(trials, tried, strict=True) if _is_missing_right(answer)]
     remarks = [_rights_remark(user or "default", missing, use)] if missing else []
-    told = _info(line)
+    told = _fields(info)
     if not told:
         return Look("", tuple(remarks))
     remarks += [remark for remark in (_age(told), _role(told), _memory(told, use)) if remark]
     return Look(_describe(told), tuple(remarks))
 
 
-def _missing_rights(line: ControlLine, use: Use) -> list[str]:
+def _trials(use: Use) -> list[tuple[str, ...]]:
     key = f"{use.key_prefix}:1:rights"
     # XX sets only what is there already, and the time to live ends it if it ever was.
     trials = [("GET", key), ("SET", key, "", "XX", "PX", "1"), ("DEL", key), ("EXISTS", key)]
     if use.is_cluster:
         trials.append(("ASKING",))
-    return [words[0] for words in trials if not _may(line, words)]
+    return trials
 
 
-def _may(line: ControlLine, words: tuple[str, ...]) -> bool:
-    try:
-        line.ask(*words)
-    except Refused as refused:
-        # Rights are looked at before anything else: also MOVED, READONLY and OOM say that it may be asked.
-        return refused.code != "NOPERM"
-    return True
+def _is_missing_right(answer: Reply | Refused) -> bool:
+    # Servers look at rights before anything else: MOVED, READONLY and OOM say that it may be asked.
+    return isinstance(answer, Refused) and answer.code == "NOPERM"
 
 
 def _rights_remark(user: str, missing: list[str], use: Use) -> str:
@@ -72,14 +70,7 @@ def _rights_remark(user: str, missing: list[str], use: Use) -> str:
     )
 
 
-def _info(line: ControlLine) -> dict[str, str]:
-    try:
-        return _fields(line.ask("INFO"))
-    except Refused:
-        return {}
-
-
-def _fields(reply: Reply) -> dict[str, str]:
+def _fields(reply: Reply | Refused) -> dict[str, str]:
     lines = reply.splitlines() if isinstance(reply, str) else []
     pairs = (line.partition(":") for line in lines if not line.startswith("#"))
     return {name: value for name, _, value in pairs}

@@ -31,7 +31,7 @@ from kvstore_tiers.remote_look import Look, Use, look
 from kvstore_tiers.remote_session import Tally
 from kvstore_tiers.resp import ErrorReply, RespConnection, command
 from kvstore_tiers.resp_address import AddressLookup, RespAddress
-from kvstore_tiers.resp_stream import RespFault
+from kvstore_tiers.resp_stream import LoginRefused, RespFault
 
 _log = logging.getLogger(__name__)
 
@@ -112,6 +112,7 @@ class RemoteNode:
         self._healing: asyncio.Task[None] | None = None
         self._meeting: asyncio.Task[None] | None = None
         self._was_seen = False
+        self._trouble = ""
         self._idle: list[RespConnection] = []
         self._warning = LimitedWarning(_log, clock=settings.clock)
         self._silent_s = 0.0
@@ -140,7 +141,7 @@ class RemoteNode:
     def health(self) -> TierHealth:
         """Return whether the server is worth asking now."""
         if self._healing is not None or not self._breaker.is_up():
-            return TierHealth(is_up=False, reason=self._breaker.reason)
+            return TierHealth(is_up=False, reason=self._trouble or self._breaker.reason)
         return TierHealth(is_up=True)
 
     def allows(self) -> bool:
@@ -201,19 +202,20 @@ class RemoteNode:
 
     async def _meet(self) -> None:
         """See whether the server answers, and what it is. One that does not is unreachable until it does."""
-        fault = await self._pings.run(self._ping)
-        if fault:
-            self._note_fault(fault, is_silent=True, what="not reachable yet")
-        else:
-            await self._see()
-
-    async def _see(self) -> None:
-        """Tell the log what the server is, and what about it is amiss."""
         try:
-            seen = await self._pings.run(lambda: self._settings.look(self.address))
+            await self._see()
+        except RespFault as fault:
+            self._note_fault(str(fault), is_silent=True, what="not reachable yet")
+
+    async def _meet_again(self) -> None:
+        try:
+            await self._see()
         except RespFault as fault:
             _log.debug("%s: %s: not looked at: %s", self._settings.name, self.address, fault)
-            return
+
+    async def _see(self) -> None:
+        """Tell the log what the server is, and what about it is amiss. Raises RespFault."""
+        seen = await self._pings.run(lambda: self._settings.look(self.address))
         self._was_seen = True
         if seen.server:
             _log.info("%s: %s: %s", self._settings.name, self.address, seen.server)
@@ -223,18 +225,22 @@ class RemoteNode:
     async def _heal(self, pause_s: float) -> None:
         """Wait until the server answers."""
         await asyncio.sleep(pause_s)
-        while await self._pings.run(self._ping):
+        while (fault := await self._pings.run(self._ping)) is not None:
+            if isinstance(fault, LoginRefused) and str(fault) not in (self._trouble, self._breaker.reason):
+                _log.warning("%s: %s: not used for now: %s", self._settings.name, self.address, fault)
+            self._trouble = str(fault)
             pause_s = min(max(2 * pause_s, self._settings.backoff_s), self._settings.backoff_max_s)
             await asyncio.sleep(pause_s)
 
     def _healed(self, healing: "asyncio.Task[None]") -> None:
         self._healing = None
         self._silent_s = 0.0
+        self._trouble = ""
         self._report(healing)
         if not healing.cancelled():
             self._breaker.end_delay()
             if self._is_open and not self._was_seen:
-                self._begin(self._see)
+                self._begin(self._meet_again)
 
     def _report(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and task.exception() is not None:
@@ -246,8 +252,8 @@ class RemoteNode:
                 exc_info=task.exception(),
             )
 
-    def _ping(self) -> str:
-        """Ask PING on a new connection, which joins the pool; in a thread."""
+    def _ping(self) -> RespFault | None:
+        """Ask PING on a new connection, which joins the pool; in a thread. None: it was answered."""
         deadline_s = self._clock() + self._settings.timeout_s
         connection: RespConnection | None = None
         try:
@@ -257,12 +263,12 @@ class RemoteNode:
         except RespFault as fault:
             if connection is not None:
                 connection.close()
-            return str(fault)
+            return fault
         self._put_back(connection)
         # A user who may not ask PING was answered all the same.
         if isinstance(reply, ErrorReply) and reply.code != "NOPERM":
-            return reply.fault
-        return ""
+            return reply.as_fault()
+        return None
 
     def _share_call(self, work: Work, deadline_s: float) -> Callable[[], Tally]:
         return lambda: self._share(work, deadline_s)

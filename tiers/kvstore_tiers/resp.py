@@ -22,7 +22,7 @@ from kvstore.checksum import RunningChecksum
 from kvstore.layout import MAX_BLOCK_BYTES
 from kvstore.tier import SEALED_HEADER_BYTES
 from kvstore_tiers.resp_address import AddressLookup, RespAddress
-from kvstore_tiers.resp_stream import RespFault, login_refusal, open_stream
+from kvstore_tiers.resp_stream import LoginRefused, RespFault, open_stream
 
 Piece = bytes | bytearray | memoryview
 """Bytes to send."""
@@ -52,7 +52,13 @@ class ErrorReply:
     @property
     def fault(self) -> str:
         """What is wrong with the server, a clause for people."""
-        return login_refusal(self.code) if self.code == "NOAUTH" else f"the server answers {self.code}"
+        return str(self.as_fault())
+
+    def as_fault(self) -> RespFault:
+        """Return what it says of a server that should have served."""
+        if self.code == "NOAUTH":
+            return LoginRefused(self.code)
+        return RespFault(f"the server answers {self.code}")
 
 
 class BulkStatus(enum.Enum):
@@ -248,7 +254,7 @@ class RespConnection:
             self.send([word], deadline_s=deadline_s)
             reply = self.read_simple(deadline_s=deadline_s)
             if isinstance(reply, ErrorReply):
-                raise RespFault(login_refusal(reply.code))
+                raise LoginRefused(reply.code)
 
     def _line(self, deadline_s: float) -> tuple[bytes, str]:
         """Read a line; returns its first byte and the text after it."""

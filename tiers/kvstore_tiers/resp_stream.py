@@ -23,11 +23,15 @@ class RespFault(Exception):
         return self.silent_s is not None
 
 
-def login_refusal(code: str) -> str:
-    """Say that a server let us not in, or wants a login first, and what helps."""
-    if code == "NOAUTH":
-        return "the server answers NOAUTH: it wants a login: set password in [tiers.remote], and its username"
-    return f"the server refused the login: {code}: check username and password in [tiers.remote]"
+class LoginRefused(RespFault):
+    """The server lets us not in, or wants a login first (``NOAUTH``); says what helps."""
+
+    def __init__(self, code: str) -> None:
+        if code == "NOAUTH":
+            problem = "the server answers NOAUTH: it wants a login: set password"
+        else:
+            problem = f"the server refused the login: {code}: check username and password"
+        super().__init__(f"{problem} in [tiers.remote]")
 
 
 def open_stream(
