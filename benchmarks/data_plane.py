@@ -12,7 +12,6 @@ rounds, one after the other, so that what disturbs the machine disturbs all.
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import statistics
@@ -26,7 +25,7 @@ import numpy as np
 
 from bare_socket import BareSocket
 from kvstore import KVLayout, Namespace
-from peers import ADAPTERS, Bytes, Names, Peer, missing, open_peer
+from peers import ADAPTERS, Bytes, Names, Peer, obstacle, open_peer
 from peers.own_store import OwnStore
 
 BLOCK_BYTES = [64 << 10, 512 << 10, 2 << 20, 8 << 20]
@@ -302,9 +301,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     names = [name for name in args.peers.split(",") if name]
-    for name, lacking in itertools.chain((name, missing(name)) for name in names):
-        if lacking:
-            parser.error(f"peer {name}: not installed: {', '.join(lacking)}")
+    for name in names:
+        reason = obstacle(name)
+        if reason:
+            parser.error(f"peer {name}: {reason}")
     rows = measure(args, names)
     show(rows)
     if args.json:

