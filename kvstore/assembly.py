@@ -1,5 +1,6 @@
 """Assembly: builds the manager of a store, with the tiers its configuration names."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from kvstore.policy import policy_named
 from kvstore.state import ManagerSettings, WriteMode
 from kvstore.tier import Tier
 from kvstore_tiers.dram import DramTier
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
 
         masters = config.encryption.read_keys()
         lower, encryption = seal(masters, dram, lower, folders=folders, clock=clock)
+    _warn_of_exposed_secrets(config)
     settings = ManagerSettings(
         timeout_s=config.store.timeout_s,
         lease_s=config.store.lease_s,
@@ -73,6 +77,16 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
         clock=clock,
     )
     return Store(manager, dram)
+
+
+def _warn_of_exposed_secrets(config: Config) -> None:
+    places = {
+        "[encryption] keys": None if config.encryption is None else config.encryption.keys,
+        "[tiers.remote] password": None if config.remote is None else config.remote.password,
+    }
+    for key, place in places.items():
+        if place is not None and place.is_readable_by_others:
+            logger.warning("%s: %s: others may read it: chmod 600 %s", key, place, place.file)
 
 
 def _ssd_tier(config: SsdConfig, *, is_sealed: bool = False) -> Tier:

@@ -17,7 +17,6 @@ from kvstore.tls import ServerTls
 logger = logging.getLogger(__name__)
 
 _WRITABLE_BY_OTHERS = 0o022
-_READABLE_BY_OTHERS = 0o004
 
 
 class Doors:
@@ -86,7 +85,7 @@ def _keyring(config: HttpConfig, environ: Mapping[str, str]) -> Reloaded[Keyring
 
     keyring = Reloaded(name, read, lambda text: Keyring.parse(text.decode(), source=name))
     logger.info("%s: %d keys", name, len(keyring.value))
-    if source.file is not None and _mode(source.file) & _READABLE_BY_OTHERS:
+    if source.is_readable_by_others:
         logger.warning("%s: others may read it: chmod 600 %s", name, source.file)
     return keyring
 

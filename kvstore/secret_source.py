@@ -1,6 +1,7 @@
 """SecretSource: where a secret lies, so that configurations name the place and never hold the secret."""
 
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ EXPECTED = '"env:NAME" or "file:/PATH", the place of the secret'
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 _PATH_MAX_BYTES = 4096
 _FILE_MAX_CHARS = 1 << 20
+_READABLE_BY_OTHERS = stat.S_IROTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,16 @@ class SecretSource:
         else:
             problem = "the file is empty: write the secret there"
         raise InvalidConfig(f"{key}: {self}: {problem}")
+
+    @property
+    def is_readable_by_others(self) -> bool:
+        """Whether it is a file that users other than its owner may read, as mounted secrets often are."""
+        if self.file is None:
+            return False
+        try:
+            return bool(self.file.stat().st_mode & _READABLE_BY_OTHERS)
+        except OSError:
+            return False  # reading it will tell
 
     def _file_text(self, key: str) -> str:
         assert self.file is not None

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.assembly import assemble
+from kvstore.config import Config
 from kvstore.errors import InvalidConfig
 from kvstore.secret_source import SecretSource
 
@@ -79,3 +81,34 @@ def test_what_is_read_is_written_the_same(text: str) -> None:
     except ValueError:
         return
     assert SecretSource.parse(str(source)) == source
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_exposed"), [(0o600, False), (0o640, False), (0o644, True), (0o604, True)]
+)
+def test_a_file_that_others_may_read_is_told(tmp_path: Path, mode: int, is_exposed: bool) -> None:
+    file = tmp_path / "secret"
+    file.write_text("s")
+    file.chmod(mode)
+    assert SecretSource(file=file).is_readable_by_others is is_exposed
+    assert not SecretSource(file=tmp_path / "none").is_readable_by_others
+    assert not SecretSource(variable="NAME").is_readable_by_others
+
+
+def test_a_start_warns_of_master_keys_and_passwords_that_others_may_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("keys", "password"):
+        (tmp_path / name).write_text("ab" * 32)
+        (tmp_path / name).chmod(0o644)
+    tiers = {
+        "dram": {"capacity_bytes": "1MiB"},
+        "remote": {"url": "redis://127.0.0.1:1", "password": f"file:{tmp_path}/password"},
+    }
+    assemble(Config.from_dict({"tiers": tiers, "encryption": {"keys": f"file:{tmp_path}/keys"}}))
+    warned = [record.getMessage() for record in caplog.records if "chmod 600" in record.getMessage()]
+    assert [message.partition(":")[0] for message in warned] == [
+        "[encryption] keys",
+        "[tiers.remote] password",
+    ]
+    assert "abab" not in caplog.text
