@@ -6,6 +6,7 @@
 import asyncio
 import ipaddress
 import logging
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -122,7 +123,8 @@ class AsyncHttpKVStore(AsyncKVStore):
         self._calls = self._http_calls = HttpClientCalls(self._state, is_read_only=is_read_only)
         self._transport = _transport(address, self._state, api_key=api_key, tls_folder=tls_folder)
         self._caller = _HttpCaller(self._transport, self._state)
-        self._threads = ThreadPoolExecutor(MAX_LINKS, thread_name_prefix="kvstore-http")
+        self._threads = _threads()
+        self._pid = os.getpid()
         self._is_closed = False
 
     async def close(self) -> None:
@@ -147,15 +149,25 @@ class AsyncHttpKVStore(AsyncKVStore):
 
         def work() -> T:
             thread_ids.append(threading.get_ident())
-            return self._caller.run(call)
+            try:
+                return self._caller.run(call)
+            finally:
+                thread_ids.clear()  # from here on the thread may be at another call
 
         def abandon() -> None:
             for thread_id in thread_ids:
                 self._transport.abandon(thread_id)
 
         self._transport.require_open()
+        if self._pid != os.getpid():
+            # Threads are not inherited by a forked child.
+            self._threads, self._pid = _threads(), os.getpid()
         running = asyncio.get_running_loop().run_in_executor(self._threads, work)
         return await outlast(running, when_cancelled=abandon)
+
+
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(MAX_LINKS, thread_name_prefix="kvstore-http")
 
 
 def _transport(

@@ -88,6 +88,7 @@ def test_a_forked_child_does_not_wait_for_a_lock_that_a_thread_of_its_parent_hol
     with state._lock():
         child = os.fork()
         if not child:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(30)
             state.note_not_connected()
             state.open_namespace(NAMESPACE)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import socket
 import threading
 import time
@@ -470,6 +471,24 @@ def test_a_forked_child_makes_its_own_connections(
     assert http_client.match(chain).blocks == 8
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert np.array_equal(np.array(http_client.get(chain)), payloads)
+
+
+def test_a_forked_child_has_threads_of_its_own_for_an_async_client(
+    http_store: StoreProcess, chain: PrefixChain
+) -> None:
+    async def blocks() -> int:
+        await client.open_namespace(NAMESPACE)
+        return (await client.match(chain)).blocks
+
+    client = asyncio.run(AsyncKVStore.connect(http_store.url, timeouts=PATIENT))
+    assert asyncio.run(blocks()) == 0
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(30)
+        os._exit(asyncio.run(blocks()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    asyncio.run(client.close())
 
 
 def test_threads_share_a_client(http_client: KVStore, chain: PrefixChain, payloads: np.ndarray) -> None:
