@@ -15,10 +15,12 @@ from kvstore.config import Config
 from kvstore.keys import BlockKey
 from kvstore.manager import BlockManager
 from kvstore.messages import ChainRef, Commit, Fetch, Lent, OpenNamespace, Reserve
+from kvstore.miss import MissReason
 from kvstore.running import serving
 from kvstore.tier import BlockHeader, BlockId, ReadRequest, ReadStatus, WriteRequest, WriteStatus
 from kvstore_tiers.dram import DramTier
 from kvstore_tiers.store import StoreTier
+from tests.redis_server import free_port
 from tests.store_process import MIB
 
 NAMESPACE = Namespace("tiny", KVLayout.opaque(block_bytes=8192, block_tokens=4))
@@ -220,3 +222,36 @@ async def test_an_engines_manager_finds_in_the_sidecar_what_another_engine_compu
         for manager in managers:
             assert await manager.check() == []
             await manager.close()
+
+
+async def test_it_reaches_a_store_over_http(tmp_path: Path) -> None:
+    config = Config.from_dict(
+        {
+            "tiers": {"dram": {"capacity_bytes": 4 * MIB, "staging_bytes": MIB}},
+            "http": {"listen": f"127.0.0.1:{free_port()}"},
+        }
+    )
+    async with serving(config, socket_path=tmp_path / "kv.sock") as server:
+        assert server.http_url is not None
+        tier = StoreTier(server.http_url)
+        await tier.open()
+        tier.open_namespace(NAMESPACE)
+        assert await tier.write(_writes(0, 1), deadline_s=_soon()) == [WriteStatus.OK] * 2
+        reads = _reads(0, 1)
+        assert [outcome.status for outcome in await tier.read(reads, deadline_s=_soon())] == [
+            ReadStatus.OK
+        ] * 2
+        assert bytes(reads[1].buffer[: LAYOUT.block_bytes]) == _payload(1)
+        await tier.close()
+
+
+async def test_without_a_server_over_http_everything_is_unavailable() -> None:
+    tier = StoreTier(f"http://127.0.0.1:{free_port()}")
+    await tier.open()
+    tier.open_namespace(NAMESPACE)
+    assert (await tier.probe(_ids(), deadline_s=_soon())).reason is MissReason.UNAVAILABLE
+    outcomes = await tier.read(_reads(0), deadline_s=_soon())
+    assert [outcome.status for outcome in outcomes] == [ReadStatus.UNAVAILABLE]
+    assert await tier.write(_writes(0), deadline_s=_soon()) == [WriteStatus.UNAVAILABLE]
+    await tier.drop(_ids())
+    await tier.close()

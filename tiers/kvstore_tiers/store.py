@@ -1,5 +1,6 @@
 """StoreTier: a sidecar's whole store, seen as one lower tier of an engine's manager."""
 
+import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -121,7 +122,7 @@ class StoreTier:
         names: list[str | None] = []
         reason: MissReason | None = None
         for chain, group in self._chains(blocks):
-            client = await self._client_of(chain.namespace)
+            client = await self._client_of(chain.namespace, deadline_s)
             if client is None:
                 reason = MissReason.UNAVAILABLE
                 break
@@ -150,7 +151,7 @@ class StoreTier:
     async def drop(self, blocks: Sequence[BlockId]) -> None:
         """Ask the store to forget its copies. Without a server nothing is dropped."""
         for chain, group in self._chains(blocks):
-            client = await self._client_of(chain.namespace)
+            client = await self._client_of(chain.namespace, self._clock() + self._drop_timeout_s)
             if client is None:
                 return
             try:
@@ -168,11 +169,11 @@ class StoreTier:
     async def _read_run(self, batch: Sequence[ReadRequest], deadline_s: float) -> list[ReadOutcome]:
         first = batch[0]
         layout = self._layout(first.block.namespace)
-        if self._client is None:
-            return [ReadOutcome(ReadStatus.UNAVAILABLE)] * len(batch)
-        client = await self._client_of(first.block.namespace)
-        if client is None or layout is None or any(not _fits(layout, request) for request in batch):
+        if self._client is not None and (layout is None or any(not _fits(layout, at) for at in batch)):
             return [ReadOutcome(ReadStatus.MISMATCH)] * len(batch)
+        client = await self._client_of(first.block.namespace, deadline_s)
+        if client is None or layout is None:
+            return [ReadOutcome(ReadStatus.UNAVAILABLE)] * len(batch)
         chain = PrefixChain(
             first.block.namespace,
             tuple(request.block.key for request in batch),
@@ -199,11 +200,13 @@ class StoreTier:
     async def _write_run(self, run: Sequence[WriteRequest], deadline_s: float) -> list[WriteStatus]:
         first = run[0].header
         layout = self._layout(first.block.namespace)
-        if self._client is None:
-            return [WriteStatus.UNAVAILABLE] * len(run)
-        client = await self._client_of(first.block.namespace)
-        if client is None or layout is None or any(not _fits_header(layout, at.header) for at in run):
+        if self._client is not None and (
+            layout is None or any(not _fits_header(layout, at.header) for at in run)
+        ):
             return [WriteStatus.REFUSED] * len(run)
+        client = await self._client_of(first.block.namespace, deadline_s)
+        if client is None or layout is None:
+            return [WriteStatus.UNAVAILABLE] * len(run)
         chain = PrefixChain(
             first.block.namespace,
             tuple(request.header.block.key for request in run),
@@ -226,13 +229,23 @@ class StoreTier:
         why = self._why_dropped(deadline_s)
         return [why if index in doubtful else WriteStatus.OK for index in range(len(run))]
 
-    async def _client_of(self, namespace: NamespaceDigest) -> AsyncKVStore | None:
-        """Return the client, which knows the namespace then; None if it is not open or was not told of it."""
+    async def _client_of(self, namespace: NamespaceDigest, deadline_s: float) -> AsyncKVStore | None:
+        """Return the client, which knows the namespace then.
+
+        None if the tier is not open or was not told of the namespace; over HTTP also if no server says by
+        the deadline that its blocks go by these names there.
+        """
         client, known = self._client, self._namespaces.get(namespace)
         if client is None or known is None:
             return None
         if namespace not in self._opened:
-            await client.open_namespace(known)
+            try:
+                async with asyncio.timeout(self._patience_s(deadline_s)):
+                    opened = await client.open_namespace(known)
+            except (KVStoreError, TimeoutError):
+                return None
+            if opened.digest != namespace:
+                return None
             self._opened.add(namespace)
         return client
 
