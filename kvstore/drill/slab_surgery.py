@@ -20,15 +20,20 @@ class SlabFile:
         self.path = folder / "slab"
 
     def find(self, keys: list[BlockKey], length_bytes: int) -> dict[BlockKey, int]:
-        """Return the offsets of the slots that hold these blocks, as far as there are any."""
+        """Return the offsets of the slots that hold these blocks, of those that are in one place only."""
+        places = self.find_all(keys, length_bytes)
+        return {key: found[0] for key, found in places.items() if len(found) == 1}
+
+    def find_all(self, keys: list[BlockKey], length_bytes: int) -> dict[BlockKey, list[int]]:
+        """Return every offset where the bytes of these blocks lie, also in slots that are free by now."""
         content = np.frombuffer(self.path.read_bytes(), np.uint8)
         pages = content[: len(content) // ALIGNMENT_BYTES * ALIGNMENT_BYTES].reshape(-1, ALIGNMENT_BYTES)
         heads = pages[:, :_PROBE_BYTES]
-        found: dict[BlockKey, int] = {}
+        found: dict[BlockKey, list[int]] = {}
         for key in keys:
             places = np.flatnonzero((heads == payload_of(key, length_bytes)[:_PROBE_BYTES]).all(axis=1))
             if len(places):
-                found[key] = int(places[0]) * ALIGNMENT_BYTES
+                found[key] = [int(place) * ALIGNMENT_BYTES for place in places]
         return found
 
     def flip_bits(self, offset: int, length_bytes: int, *, count: int, rng: random.Random) -> None:

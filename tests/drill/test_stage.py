@@ -125,3 +125,15 @@ def test_a_frozen_store_makes_no_call_late(stage: Stage) -> None:
 
     stage.store.resume()
     assert stage.ledger.report.over_deadline == 0
+
+
+def test_a_block_whose_bytes_lie_in_two_places_is_found_in_both_and_never_taken_for_one(stage: Stage) -> None:
+    chain = stage.new_chain(2)
+    assert stage.put_durable(chain)
+    slab, keys = SlabFile(stage.ssd_folder), list(chain.keys)
+    slots = slab.find(keys, stage.block_bytes)
+
+    slab.copy(slots[keys[0]], slots[keys[1]], stage.block_bytes)
+
+    assert slab.find(keys, stage.block_bytes) == {}
+    assert slab.find_all(keys, stage.block_bytes) == {keys[0]: sorted(slots.values())}
