@@ -73,7 +73,6 @@ class Page:
 
 @pytest.fixture
 def page(tmp_path):
-    (tmp_path / "etc").mkdir()
     made = Page(tmp_path)
     yield made
     made.end()
