@@ -33,7 +33,9 @@ class LmdbFile:
         """Copy from the map."""
         with self._env.begin(buffers=True) as transaction:
             for name, target in zip(names, targets, strict=True):
-                np.copyto(target, np.frombuffer(transaction.get(name), np.uint8))
+                value = transaction.get(name)
+                assert value is not None, "lmdb: no such block"
+                np.copyto(target, np.frombuffer(value, np.uint8))
 
     def exists(self, names: Sequence[bytes]) -> None:
         """Look for each key, without its value."""

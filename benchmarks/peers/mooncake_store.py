@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mooncake.store import MooncakeDistributedStore
+from mooncake.store import MooncakeDistributedStore  # type: ignore[import-not-found]  # optional
 
 from kvstore.drill.redis_server import free_port
 from kvstore.drill.store_process import guarded

@@ -23,7 +23,7 @@ class PlainFiles:
         for name, payload in zip(names, payloads, strict=True):
             fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
             try:
-                assert os.write(fd, payload) == len(payload)
+                assert os.write(fd, payload.data) == len(payload)
             finally:
                 os.close(fd)
 
@@ -32,7 +32,7 @@ class PlainFiles:
         for name, target in zip(names, targets, strict=True):
             fd = os.open(name, os.O_RDONLY)
             try:
-                assert os.readv(fd, [target]) == len(target)
+                assert os.readv(fd, [target.data]) == len(target)
             finally:
                 os.close(fd)
 

@@ -46,6 +46,7 @@ class RedisClient:
         """GET each, or MGET, and copy the value."""
         values = self._client.mget(names) if self._is_small else map(self._client.get, names)
         for value, target in zip(values, targets, strict=True):
+            assert isinstance(value, bytes), "redis: no such block"
             np.copyto(target, np.frombuffer(value, np.uint8))
 
     def exists(self, names: Sequence[bytes]) -> None:
