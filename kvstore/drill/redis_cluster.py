@@ -9,6 +9,7 @@ from kvstore.drill.store_process import PartFailed, wait_until
 NUM_SLOTS = 16_384
 
 _PATIENCE_S = 30.0
+_MEETING_S = 3.0
 
 
 def _nothing(number: int) -> tuple[str, ...]:
@@ -56,9 +57,7 @@ class RedisCluster:
             _tell(node, b"CLUSTER", b"ADDSLOTSRANGE", b"%d" % start, b"%d" % stop)
         for number, node in enumerate(self.nodes):
             node.ask(b"CLUSTER", b"SET-CONFIG-EPOCH", b"%d" % (number + 1))
-        for node in self.nodes[1:]:
-            self.nodes[0].ask(b"CLUSTER", b"MEET", b"127.0.0.1", b"%d" % node.port, node.bus_port)
-        self._until(self._all_know_all)
+        self._meet()
         for replica, master in zip(self.replicas, self.masters, strict=False):
             _tell(replica, b"CLUSTER", b"REPLICATE", self.node_id(master))
         self.wait_well()
@@ -85,6 +84,15 @@ class RedisCluster:
         """Return the master that was given a hash slot."""
         step = -(-NUM_SLOTS // len(self.masters))
         return self.masters[slot // step]
+
+    def _meet(self) -> None:
+        """Introduce the nodes to each other, again if need be: one that is slow to answer is forgotten."""
+        for _ in range(round(_PATIENCE_S / _MEETING_S)):
+            for node in self.nodes[1:]:
+                self.nodes[0].ask(b"CLUSTER", b"MEET", b"127.0.0.1", b"%d" % node.port, node.bus_port)
+            if wait_until(self._all_know_all, _MEETING_S, pause_s=0.02):
+                return
+        raise PartFailed("redis: the nodes do not find each other")
 
     def _all_know_all(self) -> bool:
         known = f"cluster_known_nodes:{len(self.nodes)}".encode()
