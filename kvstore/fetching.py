@@ -15,8 +15,6 @@ from kvstore.miss import MissReason
 from kvstore.results import Fetched, Owner, PrefixMatch
 from kvstore.state import State
 
-"""Blocks that a shared tier has been asked for and has: where, and under which name."""
-
 
 class Fetcher:
     """Matches and fetches of one manager. ``note_fill``: the top tier has become fuller."""

@@ -61,9 +61,7 @@ class _NoConnection:
 _NO_CONNECTION = _NoConnection()
 
 
-def chain_values(
-    chain: PrefixChain, part: Part | None, *, is_placed: bool = True
-) -> dict[str, Any]:  # Any: JSON
+def chain_values(chain: PrefixChain, part: Part | None) -> dict[str, Any]:  # Any: JSON
     """Return the members of a request that name blocks and their place in their sequence."""
     values = key_values(chain.namespace, chain.keys, part)
     if chain.parent is not None:

@@ -63,7 +63,7 @@ class LinkPool:
             self._sharing.release()
 
     def _close_if_closed(self, shared: SharedLink) -> None:
-        """``close`` may have looked before it was there to be closed."""
+        """Close a connection that ``close`` looked too early to find."""
         if self._is_closed:
             shared.close()
 

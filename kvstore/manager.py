@@ -42,10 +42,10 @@ from kvstore.tier import Slot, SlotTier, Tier
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_S = 5.0
 _SWEEP_S = 0.25
 """How often expired leases are looked for when no call does it."""
 
+_CLOSE_S = 5.0
 """How long ``close`` waits for moves under way before it leaves them to their tier, which abandons them."""
 
 
