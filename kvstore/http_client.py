@@ -6,7 +6,9 @@
 import asyncio
 import ipaddress
 import logging
+import re
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +18,7 @@ from kvstore.async_client import AsyncKVStore
 from kvstore.client import KVStore
 from kvstore.client_calls import Call, ClientCalls
 from kvstore.client_state import AWAY, ClientState, Timeouts
-from kvstore.errors import Forbidden, InvalidConfig, ServerUnavailable, Unauthorized
+from kvstore.errors import Forbidden, InvalidConfig, ServerUnavailable, TimedOut, Unauthorized
 from kvstore.http_client_calls import HttpCall, HttpClientCalls
 from kvstore.http_link import client_context
 from kvstore.http_session import HttpSession
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_KEY = re.compile("[!-~]{1,4096}")
+
 
 class _HttpCaller:
     """Carries out calls over HTTP, blocking. Thread-safe."""
@@ -38,6 +42,13 @@ class _HttpCaller:
         self._transport = transport
         self._state = state
         self._refusals = LimitedWarning(logger)
+
+    @staticmethod
+    def missed(call: Call[T], error: ServerUnavailable) -> T:
+        """Return what a call comes to that was not made. Raises the error if it is a control call."""
+        if call.when_away is None:
+            raise error
+        return call.when_away(error)
 
     def run(self, call: Call[T]) -> T:
         """Carry a call out; what it comes to when the store does not serve it is the call's affair."""
@@ -123,6 +134,7 @@ class AsyncHttpKVStore(AsyncKVStore):
         self._transport = _transport(address, self._state, api_key=api_key, tls_folder=tls_folder)
         self._caller = _HttpCaller(self._transport, self._state)
         self._threads = ThreadPoolExecutor(MAX_LINKS, thread_name_prefix="kvstore-http")
+        self._free_threads = asyncio.Semaphore(MAX_LINKS)
         self._is_closed = False
 
     async def close(self) -> None:
@@ -144,23 +156,41 @@ class AsyncHttpKVStore(AsyncKVStore):
     async def _run(self, call: Call[T]) -> T:
         """Carry a call out on a thread; cancelled, it returns when that thread has ended."""
         thread_ids: list[int] = []
+        still_ours = threading.Lock()
 
         def work() -> T:
             thread_ids.append(threading.get_ident())
-            return self._caller.run(call)
+            try:
+                return self._caller.run(call)
+            finally:
+                with still_ours:
+                    thread_ids.clear()
 
         def abandon() -> None:
-            for thread_id in thread_ids:
-                self._transport.abandon(thread_id)
+            with still_ours:  # the thread takes on no other call meanwhile
+                for thread_id in thread_ids:
+                    self._transport.abandon(thread_id)
 
         self._transport.require_open()
-        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        return await outlast(running, when_cancelled=abandon)
+        try:
+            async with asyncio.timeout(max(0.0, call.deadline_s - time.monotonic())):
+                await self._free_threads.acquire()
+        except TimeoutError:
+            return self._caller.missed(call, TimedOut(f"client: all {MAX_LINKS} connections are in use"))
+        try:
+            if self._is_closed:
+                return self._caller.missed(call, ServerUnavailable("client: it was closed meanwhile"))
+            running = asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await outlast(running, when_cancelled=abandon)
+        finally:
+            self._free_threads.release()
 
 
 def _transport(
     address: HttpAddress, state: ClientState, *, api_key: str | None, tls_folder: Path | None
 ) -> HttpTransport:
+    if api_key is not None and not _KEY.fullmatch(api_key):
+        raise InvalidConfig("api_key: not printable text without spaces: strip the end of its line")
     if not address.is_tls:
         if tls_folder is not None:
             raise InvalidConfig(f"address {address}: tls_folder is given, but it is not https")
