@@ -36,6 +36,7 @@ from kvstore.transfer import Buffer, require_writable, split_buffers
 T = TypeVar("T")
 Array = npt.NDArray[np.uint8]
 
+_MAX_SAMPLE_BLOCKS = 1_000_000
 _TELL_S = 0.05
 """How long a message that nobody waits for may take to be sent."""
 
@@ -387,6 +388,8 @@ class ClientCalls:
 
     def check(self, sample_blocks: int, *, timeout_s: float | None) -> Call[list[str]]:
         """Have the server verify its invariants."""
+        if not 0 <= sample_blocks <= _MAX_SAMPLE_BLOCKS:
+            raise InvalidRequest(f"check: {sample_blocks} blocks, expected 0 to {_MAX_SAMPLE_BLOCKS}")
         return self._control(lambda session: calls.check_plan(session, sample_blocks), timeout_s)
 
     def arena(self, *, timeout_s: float | None) -> Call[MappedArena]:

@@ -3,6 +3,7 @@
 import logging
 import os
 import ssl
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,8 @@ def _keyring(config: HttpConfig, environ: Mapping[str, str]) -> Reloaded[Keyring
     def read() -> bytes:
         if source.file is not None and _mode(source.file) & _WRITABLE_BY_OTHERS:
             raise InvalidConfig(f"{name}: others may write to it: chmod 600 {source.file}")
+        if source.file is not None and stat.S_ISFIFO(_mode(source.file)):
+            raise InvalidConfig(f"{name}: is a pipe, which nobody may ever write to: make it a file")
         return config.read_api_keys(environ).encode()
 
     keyring = Reloaded(name, read, lambda text: Keyring.parse(text.decode(), source=name))

@@ -7,7 +7,9 @@ import asyncio
 import ipaddress
 import logging
 import os
+import re
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +19,7 @@ from kvstore.async_client import AsyncKVStore
 from kvstore.client import KVStore
 from kvstore.client_calls import Call, ClientCalls
 from kvstore.client_state import AWAY, ClientState, Timeouts
-from kvstore.errors import Forbidden, InvalidConfig, ServerUnavailable, Unauthorized
+from kvstore.errors import Forbidden, InvalidConfig, ServerUnavailable, TimedOut, Unauthorized
 from kvstore.http_client_calls import HttpCall, HttpClientCalls
 from kvstore.http_link import client_context
 from kvstore.http_session import HttpSession
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_KEY = re.compile("[!-~]{1,4096}")
+
 
 class _HttpCaller:
     """Carries out calls over HTTP, blocking. Thread-safe."""
@@ -39,6 +43,13 @@ class _HttpCaller:
         self._transport = transport
         self._state = state
         self._refusals = LimitedWarning(logger)
+
+    @staticmethod
+    def missed(call: Call[T], error: ServerUnavailable) -> T:
+        """Return what a call comes to that was not made. Raises the error if it is a control call."""
+        if call.when_away is None:
+            raise error
+        return call.when_away(error)
 
     def run(self, call: Call[T]) -> T:
         """Carry a call out; what it comes to when the store does not serve it is the call's affair."""
@@ -124,6 +135,7 @@ class AsyncHttpKVStore(AsyncKVStore):
         self._transport = _transport(address, self._state, api_key=api_key, tls_folder=tls_folder)
         self._caller = _HttpCaller(self._transport, self._state)
         self._threads = _threads()
+        self._free_threads = asyncio.Semaphore(MAX_LINKS)
         self._pid = os.getpid()
         self._is_closed = False
 
@@ -146,24 +158,39 @@ class AsyncHttpKVStore(AsyncKVStore):
     async def _run(self, call: Call[T]) -> T:
         """Carry a call out on a thread; cancelled, it returns when that thread has ended."""
         thread_ids: list[int] = []
+        still_ours = threading.Lock()
 
         def work() -> T:
             thread_ids.append(threading.get_ident())
             try:
                 return self._caller.run(call)
             finally:
-                thread_ids.clear()  # from here on the thread may be at another call
+                with still_ours:
+                    thread_ids.clear()
 
         def abandon() -> None:
-            for thread_id in thread_ids:
-                self._transport.abandon(thread_id)
+            with still_ours:  # the thread takes on no other call meanwhile
+                for thread_id in thread_ids:
+                    self._transport.abandon(thread_id)
 
         self._transport.require_open()
         if self._pid != os.getpid():
             # Threads are not inherited by a forked child.
-            self._threads, self._pid = _threads(), os.getpid()
-        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        return await outlast(running, when_cancelled=abandon)
+            self._threads, self._free_threads = _threads(), asyncio.Semaphore(MAX_LINKS)
+            self._pid = os.getpid()
+        free_threads = self._free_threads
+        try:
+            async with asyncio.timeout(max(0.0, call.deadline_s - time.monotonic())):
+                await free_threads.acquire()
+        except TimeoutError:
+            return self._caller.missed(call, TimedOut(f"client: all {MAX_LINKS} connections are in use"))
+        try:
+            if self._is_closed:
+                return self._caller.missed(call, ServerUnavailable("client: it was closed meanwhile"))
+            running = asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await outlast(running, when_cancelled=abandon)
+        finally:
+            free_threads.release()
 
 
 def _threads() -> ThreadPoolExecutor:
@@ -173,6 +200,8 @@ def _threads() -> ThreadPoolExecutor:
 def _transport(
     address: HttpAddress, state: ClientState, *, api_key: str | None, tls_folder: Path | None
 ) -> HttpTransport:
+    if api_key is not None and not _KEY.fullmatch(api_key):
+        raise InvalidConfig("api_key: not printable text without spaces: strip the end of its line")
     if not address.is_tls:
         if tls_folder is not None:
             raise InvalidConfig(f"address {address}: tls_folder is given, but it is not https")

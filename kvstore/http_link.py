@@ -8,6 +8,8 @@ import contextlib
 import http.client
 import json
 import math
+import os
+import secrets
 import socket
 import ssl
 import threading
@@ -24,9 +26,14 @@ from kvstore.server_address import HttpAddress
 Piece: TypeAlias = "bytes | memoryview"
 """A piece of a request's body, sent in place."""
 
+REQUEST_HEADER = "KVStore-Request"
+"""A name for each request, sent back with its answer: one that lies behind another answer is not taken for
+it."""
+
 MAX_JSON_BYTES = 8 << 20
 """Longest answer in JSON that is read."""
 
+_OK = 300
 _SKIP_BYTES = 64 << 10
 _Place: TypeAlias = tuple[int, tuple[Any, ...]]  # Any: what an address holds depends on its family
 
@@ -56,6 +63,11 @@ class HttpAnswer:
     def status(self) -> int:
         """The status code."""
         return self._response.status
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the status is an error's, or another that no request is answered with."""
+        return self.status >= _OK
 
     @property
     def length_bytes(self) -> int | None:
@@ -170,6 +182,17 @@ class HttpLink:
         self._socket = None
         self._connection.close()
 
+    def disown(self) -> None:
+        """Let go of the connection in a forked child: it stays the parent's.
+
+        A thread of the parent may have held the lock of its reader, for ever here: only the descriptor is
+        touched.
+        """
+        sock, self._socket = self._socket, None
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                os.close(sock.detach())
+
     def abandon(self) -> None:
         """Make a call under way in another thread fail soon."""
         self.is_abandoned = True
@@ -188,8 +211,13 @@ class HttpLink:
             try:
                 self._connect(deadline_s)
                 self.set_deadline(deadline_s)
-                self._send(request, headers)
-                return HttpAnswer(self._connection.getresponse())
+                name = secrets.token_hex(8)
+                self._send(request, {**headers, REQUEST_HEADER: name})
+                answer = HttpAnswer(self._connection.getresponse())
+                # What is refused before it is read as a request, by a proxy too, comes back without a name.
+                if answer.header(REQUEST_HEADER) not in (name, None if answer.is_error else name):
+                    raise ProtocolMismatch("http: the answer to another request")
+                return answer
             except BaseException:
                 self.close()
                 raise

@@ -32,7 +32,6 @@ MAX_LINKS = 16
 
 _ERROR_MAX_BYTES = 64 << 10
 _MESSAGE_MAX = 500
-_OK = 300
 _ERRORS: Mapping[str, type[KVStoreError]] = {
     "bad_request": InvalidRequest,
     "too_large": InvalidRequest,
@@ -98,13 +97,13 @@ class HttpTransport:
                 was_connected = link.is_connected
                 answer = link.ask(request, self._headers, deadline_s)
             except ServerUnavailable:
-                if not link.has_connected:
+                if not link.has_connected and not link.is_abandoned:
                     self._state.note_not_connected()
                 raise
             if not was_connected:
                 self._state.note_linked()
             with mapped_errors(self._address):
-                if answer.status >= _OK:
+                if answer.is_error:
                     error = error_of(answer.status, answer.rest(_ERROR_MAX_BYTES))
                     is_reusable = answer.finish()
                     raise error
@@ -112,7 +111,8 @@ class HttpTransport:
                 is_reusable = answer.finish()
                 return value
         except ProtocolMismatch:
-            self._state.note_protocol_error()
+            if not link.is_abandoned:
+                self._state.note_protocol_error()
             raise
         finally:
             self._give_back(link, is_reusable=is_reusable)
@@ -152,7 +152,7 @@ class HttpTransport:
             self._begin()
             self._is_closed = was_closed
             for link in inherited:
-                link.close()
+                link.disown()
 
     def _take_link(self, deadline_s: float, *, is_control: bool) -> HttpLink:
         with self._changed:

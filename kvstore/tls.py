@@ -142,6 +142,8 @@ def _warn_if_readable(path: Path) -> None:
 
 def _bounded(path: Path) -> bytes | None:
     try:
+        if stat.S_ISFIFO(path.stat().st_mode):
+            raise InvalidConfig(f"tls: {path}: is a pipe, which nobody may ever write to: make it a file")
         with path.open("rb") as file:
             data = file.read(_FILE_MAX_BYTES + 1)
     except FileNotFoundError:

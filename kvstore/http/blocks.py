@@ -10,6 +10,7 @@ from kvstore.http.service import (
     Call,
     chain_of_keys,
     json_answer,
+    name_answer,
     named_digest,
 )
 from kvstore.http.storing import Storing
@@ -101,6 +102,7 @@ def payload_answer(headers: dict[str, str], length_bytes: int) -> web.StreamResp
 
 async def begin_answer(call: Call, response: web.StreamResponse) -> None:
     """Send the head of an answer that is streamed."""
+    name_answer(call.request, response)
     await response.prepare(call.request)
     if (response.content_length or 0) > _COALESCED_BYTES:
         await response.write(b"")  # on its own: aiohttp joins head and first bytes by a copy

@@ -16,7 +16,7 @@ from kvstore.http.guard import Guard
 from kvstore.http.limits import Limits
 from kvstore.http.openapi import openapi_document
 from kvstore.http.protocol import MAX_HEADER_BYTES, Protocol
-from kvstore.http.service import HttpService
+from kvstore.http.service import HttpService, name_answer
 from kvstore.log_limit import LimitedWarning
 from kvstore.manager import BlockManager
 from kvstore.tier import SlotTier
@@ -148,7 +148,10 @@ class HttpFace:
         self._num_requests += 1
         self._is_idle.clear()
         try:
-            return await self._dispatcher.answer(request)
+            response = await self._dispatcher.answer(request)
+            if not response.prepared:
+                name_answer(request, response)
+            return response
         except ConnectionError:
             # What was sent of the answer is not whole: its end must not look like one.
             guard.abort()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from kvstore.http.refusal import ErrorCode, Refused, unknown_namespace
 from kvstore.http.schema import check
 from kvstore.http.schemas import CHECKSUM
 from kvstore.http.values import Values
+from kvstore.http_link import REQUEST_HEADER
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.late_work import LateWork
 from kvstore.layout import Part
@@ -41,6 +43,7 @@ COMMON_HEADERS: Mapping[str, str] = {
 }
 """What every answer carries."""
 
+_REQUEST_NAME = re.compile("[0-9a-f]{1,32}")
 _DAMAGE_S = 10.0
 _UNTIMED_S = 10.0
 _GRACE_S = 0.25
@@ -229,6 +232,13 @@ def chain_of_keys(
     )
     chain.require_distinct()
     return chain
+
+
+def name_answer(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    """Give an answer the name that its request has, so that nobody takes it for another's."""
+    name = request.headers.get(REQUEST_HEADER, "")
+    if _REQUEST_NAME.fullmatch(name):
+        response.headers[REQUEST_HEADER] = name
 
 
 def json_answer(

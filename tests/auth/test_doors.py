@@ -1,6 +1,7 @@
 """Doors: how the configuration opens and closes them, and what is refused at the start."""
 
 import logging
+import os
 import shutil
 import ssl
 import subprocess
@@ -148,6 +149,22 @@ def is_let_in(doors, key):
         return bool(doors.gate.admit(bearing(key), None))
     except Unauthorized:
         return False
+
+
+def test_a_pipe_in_place_of_the_keyring_does_not_hold_up_what_comes_after_it(keys):
+    key = add_key(keys, "engine", tenant="acme", scopes=frozenset({Scope.READ}))
+    doors = Doors.make(http(api_keys=f"file:{keys}"))
+    whole = keys.read_text()
+    keys.unlink()
+    os.mkfifo(keys, 0o600)
+    doors.refresh()
+    assert is_let_in(doors, key)
+
+    keys.unlink()
+    keys.write_text("".join(line for line in whole.splitlines(True) if not line.startswith("key ")))
+    doors.refresh()
+
+    assert not is_let_in(doors, key)
 
 
 @pytest.mark.parametrize("content", [None, "", "junk", "secret aa"])

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import datetime
+import os
 import shutil
 import socket
 import ssl
@@ -201,6 +202,18 @@ async def test_files_of_a_kubernetes_secret_are_followed_through_their_links(
         (mounted / "..new").rename(mounted / "..data")
         assert certificates.refresh()
 
+        assert await name_shown(port, trusting(authority)) == "second"
+
+
+async def test_a_pipe_in_place_of_a_file_does_not_hold_up_what_comes_after_it(folder, authority, second):
+    async with serving(folder) as (port, certificates):
+        (folder / "tls.key").unlink()
+        os.mkfifo(folder / "tls.key", 0o600)
+        assert not certificates.refresh()
+
+        (folder / "tls.key").unlink()
+        install(folder, second)
+        assert certificates.refresh()
         assert await name_shown(port, trusting(authority)) == "second"
 
 

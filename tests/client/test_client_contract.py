@@ -248,6 +248,12 @@ async def test_control_calls_answer(client: Face, chain: PrefixChain, payloads: 
     assert await client.check(8) == []
 
 
+@pytest.mark.parametrize("sample_blocks", [-1, 1_000_001, 1 << 64])
+async def test_a_sample_that_no_check_takes_is_misuse(client: Face, sample_blocks: int) -> None:
+    with pytest.raises(InvalidRequest):
+        await client.check(sample_blocks)
+
+
 async def test_a_closed_client_is_misuse(client: Face, chain: PrefixChain) -> None:
     await client.close()
 

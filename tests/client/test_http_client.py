@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +18,18 @@ import pytest
 from kvstore import AsyncKVStore, KVStore, MissReason, PrefixChain, PutResult, Timeouts
 from kvstore.auth import Scope
 from kvstore.checksum import checksum
-from kvstore.errors import Forbidden, InvalidConfig, InvalidRequest, ServerUnavailable, Unauthorized
+from kvstore.errors import (
+    Forbidden,
+    InvalidConfig,
+    InvalidRequest,
+    ServerUnavailable,
+    Unauthorized,
+)
 from kvstore.keyring_file import add_key, create_keyring, remove_key
 from kvstore.server_address import HttpAddress, parse_http_address
 from tests.black_hole import black_hole
 from tests.client.conftest import BLOCK_BYTES, NAMESPACE, PATIENT
+from tests.client.scripted_http import answering, reply
 from tests.redis_server import free_port
 from tests.store_process import StoreProcess
 from tests.tiers.certificates import Authority
@@ -42,36 +49,6 @@ def http_client(http_store: StoreProcess) -> Iterator[KVStore]:
     with KVStore.connect(http_store.url, timeouts=PATIENT) as client:
         client.open_namespace(NAMESPACE)
         yield client
-
-
-@contextmanager
-def answering(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """A server on loopback that treats each connection as ``answer`` says; gives its address."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve() -> None:
-            while True:
-                try:
-                    stream, _ = listener.accept()
-                except OSError:
-                    return
-                with stream:
-                    answer(stream)
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join()
-
-
-def reply(body: bytes, *, status: int = 200, length: int | None = None) -> Callable[[socket.socket], None]:
-    def answer(stream: socket.socket) -> None:
-        stream.recv(1 << 16)
-        head = f"HTTP/1.1 {status} X\r\nContent-Length: {len(body) if length is None else length}\r\n\r\n"
-        stream.sendall(head.encode() + body)
-
-    return answer
 
 
 def opened_reply() -> bytes:
@@ -543,6 +520,13 @@ def test_options_of_http_are_refused_for_a_socket(tmp_path: Path) -> None:
         KVStore.connect("http://store.example:80", api_key="k")
     with pytest.raises(InvalidConfig, match=r"ca\.crt"):
         KVStore.connect("https://127.0.0.1:1", tls_folder=tmp_path)
+
+
+@pytest.mark.parametrize("key", ["", "s3cret\n", "s3cret\r\nX: y", "s3 cret", "s3cret\0", "s3cr\u00e9t"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_echoed(key: str) -> None:
+    with pytest.raises(InvalidConfig, match="api_key") as raised:
+        KVStore.connect("http://127.0.0.1:1", api_key=key)
+    assert "s3" not in str(raised.value)
 
 
 def test_the_key_is_shown_nowhere() -> None:
