@@ -1,9 +1,8 @@
 """Stage: the drill must be able to fail. Each promise is broken once, and the ledger must say so."""
 
-import socket
-
 import numpy as np
 
+from kvstore.client import KVStore
 from kvstore.drill.blocks import payloads_of
 from kvstore.drill.load import Load
 from kvstore.drill.raw_client import RawClient
@@ -95,16 +94,16 @@ def test_a_lease_that_is_left_is_a_violation(stage: Stage) -> None:
 def test_descriptors_that_are_left_open_in_the_store_are_a_violation(stage: Stage) -> None:
     stage.verify()
     stage.note_base()
-    held = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(20)]
-    for connection in held:
-        connection.connect(str(stage.store.socket_path))
+    held = [KVStore.connect(stage.store.socket_path) for _ in range(20)]
+    for client in held:
+        client.ping(timeout_s=30)  # connections that never greet are ended by the store itself
     pid, few = stage.store.process.pid, 20
     assert wait_until(lambda: Footprint.of(pid).descriptors > few, 5.0)
 
     stage.verify_footprint()
 
-    for connection in held:
-        connection.close()
+    for client in held:
+        client.close()
     assert stage.ledger.report.violations == 1
 
 
