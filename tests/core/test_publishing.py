@@ -23,7 +23,7 @@ async def test_published_blocks_are_matched_and_nothing_stays_lent():
 
         assert (await store.manager.match(CHAIN)).blocks == 4
         assert not store.manager.has_anything(store.owner)
-        assert store.manager.stats()["puts"]["stored"] == 4
+        assert store.manager.stats()["puts_blocks"]["stored"] == 4
 
 
 async def test_what_another_writer_stored_meanwhile_is_not_stored_again():
@@ -35,7 +35,7 @@ async def test_what_another_writer_stored_meanwhile_is_not_stored_again():
         assert store.manager.publish(CHAIN, slots, owner=store.owner, checksums=SUMS) == (2, 0)
 
         assert store.dram.used_bytes == 4 * BLOCK_BYTES
-        assert store.manager.stats()["puts"]["duplicate"] == 2
+        assert store.manager.stats()["puts_blocks"]["duplicate"] == 2
 
 
 async def test_slots_that_were_lent_for_too_short_a_time_are_late():
