@@ -172,8 +172,6 @@ class SealedNamespacesMachine(NamespacesMachine):
 
 
 TestNamespaces = NamespacesMachine.TestCase
-TestNamespaces.settings = settings(
-    max_examples=40, stateful_step_count=30
-)
+TestNamespaces.settings = settings(max_examples=40, stateful_step_count=30)
 TestSealedNamespaces = SealedNamespacesMachine.TestCase
 TestSealedNamespaces.settings = settings(max_examples=20, stateful_step_count=30)
