@@ -135,16 +135,16 @@ def read_leased_match(
     """
     told = answer.json()
     found = _match(chain, told)
-    name = told.get("lease")
+    name, reason = told.get("lease"), read_reason(told, "lease_reason") or found.reason
     if name is None:
-        return found, Grant(chain[:0], part, found.reason)
+        return found, Grant(chain[:0], part, reason)
     leased, lease_s = _count(told, "leased"), _seconds(told, "lease_s")
     if not isinstance(name, str) or not _LEASE_NAME.fullmatch(name) or leased > found.blocks:
         raise ProtocolMismatch("http: a lease is malformed")
     return found, Grant(
         chain[:leased],
         part,
-        found.reason,
+        reason,
         lease=int(name, 16),
         tiers=found.tiers[:leased],
         deadline_s=now_s + lease_s,
@@ -166,9 +166,9 @@ def unless_ended(ask: Callable[[], T], otherwise: T) -> T:
         return otherwise
 
 
-def read_reason(told: Mapping[str, Any]) -> MissReason | None:  # Any: JSON
+def read_reason(told: Mapping[str, Any], name: str = "reason") -> MissReason | None:  # Any: JSON
     """Return the reason that an answer gives."""
-    word = told.get("reason")
+    word = told.get(name)
     try:
         return None if word is None else MissReason(word)
     except ValueError as error:

@@ -200,8 +200,7 @@ class BlockManager:
         """
         found = await self.match(chain, part=part, timeout_s=timeout_s)
         shelf = self._state.directory.shelf(chain.namespace, part)
-        blocks, lease = self._granter.leading_on_top(owner, shelf, chain[: found.blocks])
-        return MatchedLease(found, blocks, lease)
+        return MatchedLease(found, *self._granter.leading_on_top(owner, shelf, chain[: found.blocks]))
 
     async def exists(
         self,

@@ -54,11 +54,16 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class MatchedLease:
-    """What is stored of a chain, and of that the leading blocks in the top tier, under one lease."""
+    """What is stored of a chain, and of that the leading blocks in the top tier, under one lease.
+
+    ``lease_reason`` says why the next block, which is in the top tier too, is not leased; None if there is
+    no such block.
+    """
 
     match: PrefixMatch
     blocks: tuple[FetchedBlock, ...]
     lease: LeaseId | None
+    lease_reason: MissReason | None = None
 
 
 @dataclass(frozen=True, slots=True)

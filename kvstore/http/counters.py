@@ -15,6 +15,8 @@ class HttpCounters:
     slow_clients: int = 0
     malformed_requests: int = 0
     damaged_blocks: int = 0
+    refused_leases: int = 0
+    unread_leases: int = 0
     received_bytes: int = 0
     sent_bytes: int = 0
     requests: Counter[str] = field(default_factory=Counter)
@@ -30,6 +32,8 @@ class HttpCounters:
             "slow_clients": self.slow_clients,
             "malformed_requests": self.malformed_requests,
             "damaged_blocks": self.damaged_blocks,
+            "refused_leases": self.refused_leases,
+            "unread_leases": self.unread_leases,
             "received_bytes": self.received_bytes,
             "sent_bytes": self.sent_bytes,
             "requests": dict(self.requests),

@@ -148,7 +148,7 @@ class HttpFace:
         self._num_requests += 1
         self._is_idle.clear()
         try:
-            response = await self._dispatcher.answer(request)
+            response = await self._dispatcher.answer(request, guard.undo_if_unread)
             if not response.prepared:
                 name_answer(request, response)
             return response

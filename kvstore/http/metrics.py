@@ -98,6 +98,8 @@ def _http(http: Mapping[str, object]) -> Iterator[tuple[str, str, str, Samples]]
         ("slow_clients", "HTTP clients dropped for being slow."),
         ("malformed_requests", "Requests that were not HTTP."),
         ("damaged_blocks", "Blocks found damaged before or while they were sent."),
+        ("refused_leases", "Leases not granted: the caller had as many as it may."),
+        ("unread_leases", "Leases ended since the client went away before it read of them."),
         ("received_bytes", "Bytes of bodies taken in."),
         ("sent_bytes", "Payload bytes sent."),
     ):

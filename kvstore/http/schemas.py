@@ -226,6 +226,10 @@ MATCH_ANSWER = _object(
             "description": "Name that the lease is ended by; null: there is none.",
         },
         "leased": _count("Leading blocks that are leased."),
+        "lease_reason": {
+            **REASON,
+            "description": "Why no more of the blocks in memory are leased; null if they are.",
+        },
         "lease_s": {"type": "number", "description": "Seconds until it ends by itself."},
     },
     "blocks",

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from aiohttp import web
 
@@ -42,6 +42,9 @@ COMMON_HEADERS: Mapping[str, str] = {
     "X-Content-Type-Options": "nosniff",
 }
 """What every answer carries."""
+
+UndoIfUnread: TypeAlias = "Callable[[Callable[[], None]], None]"
+"""Has a function called if the client goes away before it has read what was sent to it until now."""
 
 _REQUEST_NAME = re.compile("[0-9a-f]{1,32}")
 _DAMAGE_S = 10.0
@@ -102,6 +105,7 @@ class Call:
     caller: Caller
     values: Values
     body: Body
+    undo_if_unread: UndoIfUnread
 
     @property
     def identity(self) -> Identity:
@@ -239,6 +243,17 @@ def name_answer(request: web.BaseRequest, response: web.StreamResponse) -> None:
     name = request.headers.get(REQUEST_HEADER, "")
     if _REQUEST_NAME.fullmatch(name):
         response.headers[REQUEST_HEADER] = name
+
+
+async def send_whole(call: Call, response: web.StreamResponse) -> None:
+    """Hand an answer to the connection now, rather than when the operation has returned.
+
+    Raises:
+        ConnectionError: the connection has ended.
+    """
+    name_answer(call.request, response)
+    await response.prepare(call.request)
+    await response.write_eof()
 
 
 def json_answer(
