@@ -12,6 +12,7 @@ from kvstore.errors import (
     KVStoreError,
     NamespaceNotOpen,
     ProtocolMismatch,
+    RejectedRequest,
     ServerUnavailable,
     TierFull,
     TierUnavailable,
@@ -365,6 +366,8 @@ class Failed:
 
     def to_error(self) -> KVStoreError:
         """Return the error it carries; an internal one is the server's, so the store counts as away."""
+        if self.code in (FailureCode.INVALID_REQUEST, FailureCode.INVALID_LAYOUT):
+            return RejectedRequest(self.message)
         for kind, code in _FAILURES:
             if code is self.code:
                 return kind(self.message)

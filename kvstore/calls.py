@@ -65,6 +65,9 @@ WINDOW_BYTES = 128 << 20
 """Payload bytes that one request of a larger call leases or reserves, so that no call holds the arena."""
 
 _MAX_WINDOW_BLOCKS = 1024
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, InvalidLayout)
+"""What reading JSON of another form than expected raises; a number of hundreds of digits is no float."""
+
 _ANSWER_RESERVE_S = 0.002
 _MAX_REPORT_JSON = 1 << 20
 
@@ -215,8 +218,8 @@ def why_plan(session: Session, chain: PrefixChain, part: Part | None) -> Plan[li
     answer = yield from ask_for(Why(ChainRef(chain, part), server_timeout_us(session)), Report)
     try:
         return [BlockReport.from_dict(item) for item in _load_list(answer.json)]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ProtocolMismatch(f"answer: a block's report is malformed: {error}") from error
+    except MALFORMED as error:
+        raise ProtocolMismatch("answer: a block's report is malformed") from error
 
 
 def advance_epoch_plan(model: str) -> Plan[int]:
@@ -232,8 +235,8 @@ def namespaces_plan() -> Plan[list[Namespace]]:
         return [
             Namespace(**{**item, "layout": KVLayout(**item["layout"])}) for item in _load_list(answer.json)
         ]
-    except (KeyError, TypeError, InvalidLayout) as error:
-        raise ProtocolMismatch(f"answer: a namespace is malformed: {error}") from error
+    except MALFORMED as error:
+        raise ProtocolMismatch("answer: a namespace is malformed") from error
 
 
 def erase_plan(tenant: TenantId | None, namespace: NamespaceDigest | None) -> Plan[EraseReport]:
@@ -244,8 +247,8 @@ def erase_plan(tenant: TenantId | None, namespace: NamespaceDigest | None) -> Pl
         if not isinstance(value, dict):
             raise TypeError("not an object")
         return EraseReport.from_dict(value)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ProtocolMismatch(f"answer: the report of an erasure is malformed: {error}") from error
+    except MALFORMED as error:
+        raise ProtocolMismatch("answer: the report of an erasure is malformed") from error
 
 
 def ping_plan() -> Plan[None]:

@@ -26,7 +26,7 @@ from kvstore.fetch_calls import (
     is_peeked,
 )
 from kvstore.holding_calls import Grant, Loan
-from kvstore.keys import KEY_BYTES, BlockKey, Namespace, NamespaceDigest, PrefixChain
+from kvstore.keys import KEY_BYTES, BlockKey, Namespace, NamespaceDigest, PrefixChain, require_model
 from kvstore.layout import Part
 from kvstore.messages import ChainRef
 from kvstore.results import BlockReport, EraseReport, PrefixMatch, PutResult
@@ -362,6 +362,7 @@ class ClientCalls:
     def advance_epoch(self, model: str, *, timeout_s: float | None) -> Call[int]:
         """End the present epoch of a model."""
         self._refuse_if_read_only()
+        require_model(model)
         return self._control(lambda _: calls.advance_epoch_plan(model), timeout_s)
 
     def erase_tenant(self, salt: bytes, *, timeout_s: float | None) -> Call[EraseReport]:

@@ -5,21 +5,21 @@ answer that is not of the documented form raises ProtocolMismatch.
 """
 
 import json
-import math
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from kvstore.calls import FetchResult
+from kvstore.calls import MALFORMED, FetchResult
 from kvstore.checksum import checksum
-from kvstore.errors import InvalidLayout, InvalidRequest, ProtocolMismatch
+from kvstore.errors import InvalidRequest, ProtocolMismatch
 from kvstore.fetch_calls import BufferSource
 from kvstore.holding_calls import Grant
 from kvstore.http_link import HttpAnswer, HttpRequest, Piece, json_object
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import KVLayout, Part
+from kvstore.message_fields import U64
 from kvstore.miss import MissReason
 from kvstore.results import BlockReport, EraseReport, PrefixMatch, PutResult
 from kvstore.transfer import Bytes
@@ -31,6 +31,10 @@ _HEAD_LENGTH = struct.Struct("<I")
 _HEAD_MAX_BYTES = 1 << 20
 _MAX_TIMEOUT_S = 60.0
 _PAYLOAD_TYPE = {"Content-Type": "application/octet-stream"}
+
+
+class UnknownLease(InvalidRequest):
+    """The server does not know the lease: it has ended, or never was this caller's."""
 
 
 class _NoArena:
@@ -107,7 +111,7 @@ def opened_namespace(asked: Namespace, answer: HttpAnswer) -> Namespace:
             },
             tenant_salt=salt,
         )
-    except (ValueError, InvalidLayout) as error:
+    except MALFORMED as error:
         raise ProtocolMismatch("http: the salt of a namespace is malformed") from error
     if opened.digest.hex() != told.get("namespace"):
         raise ProtocolMismatch("http: the server opened another namespace than was asked for")
@@ -162,7 +166,7 @@ def unless_ended(ask: Callable[[], T], otherwise: T) -> T:
     """Ask something of a lease; returns ``otherwise`` if the server does not know it any more."""
     try:
         return ask()
-    except InvalidRequest:
+    except UnknownLease:
         return otherwise
 
 
@@ -184,7 +188,7 @@ def read_erasure(answer: HttpAnswer) -> EraseReport:
     """Read what an erasure came to."""
     try:
         return EraseReport.from_dict(answer.json())
-    except (KeyError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise ProtocolMismatch("http: the report of an erasure is malformed") from error
 
 
@@ -224,7 +228,7 @@ def read_reports(answer: HttpAnswer) -> list[BlockReport]:
     """Return the reports on blocks."""
     try:
         return [BlockReport.from_dict(item) for item in _list(answer.json(), "blocks")]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except MALFORMED as error:
         raise ProtocolMismatch("http: a block's report is malformed") from error
 
 
@@ -235,7 +239,7 @@ def read_namespaces(answer: HttpAnswer) -> list[Namespace]:
             Namespace(**{**item, "layout": KVLayout(**item["layout"])})
             for item in _list(answer.json(), "namespaces")
         ]
-    except (KeyError, TypeError, InvalidLayout) as error:
+    except MALFORMED as error:
         raise ProtocolMismatch("http: a namespace is malformed") from error
 
 
@@ -400,14 +404,15 @@ def _text(told: Mapping[str, Any], name: str) -> str:  # Any: JSON
 
 def _count(told: Mapping[str, Any], name: str) -> int:  # Any: JSON
     value = told.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= U64:
         raise ProtocolMismatch(f"http: {name} is no count")
     return value
 
 
 def _seconds(told: Mapping[str, Any], name: str) -> float:  # Any: JSON
     value = told.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+    # An integer may have hundreds of digits, and then it is no float.
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= U64:
         raise ProtocolMismatch(f"http: {name} is no duration")
     return float(value)
 

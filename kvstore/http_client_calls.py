@@ -17,7 +17,7 @@ from kvstore.holding_calls import Grant, Loan
 from kvstore.http_calls import Fetching, Putting
 from kvstore.http_link import HttpAnswer, HttpRequest
 from kvstore.http_session import HttpSession
-from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
+from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain, require_model
 from kvstore.layout import Part
 from kvstore.miss import MissReason
 from kvstore.results import BlockReport, EraseReport, PrefixMatch, PutResult
@@ -210,12 +210,15 @@ class HttpClientCalls(ClientCalls):
     def release(self, grant: Grant, lease: int) -> HttpCall[None]:
         """End a lease."""
 
+        def untold(error: KVStoreError) -> None:
+            self._state.note_away(error)
+
         def released(session: HttpSession) -> None:
             session.ask(HttpRequest("DELETE", http_calls.lease_path(lease)), HttpAnswer.json)
 
         return HttpCall(
             deadline_s=self._deadline_s(None, self._state.timeouts.match_s),
-            when_away=lambda _: None,
+            when_away=untold,
             work=lambda session: http_calls.unless_ended(lambda: released(session), None),
         )
 
@@ -252,6 +255,7 @@ class HttpClientCalls(ClientCalls):
     def advance_epoch(self, model: str, *, timeout_s: float | None) -> HttpCall[int]:
         """End the present epoch of a model."""
         self._refuse_if_read_only()
+        require_model(model)
         request = HttpRequest.of_json("POST", "/v1/admin/epoch", {"model": model})
         return self._whole(request, http_calls.read_count("epoch"), timeout_s)
 

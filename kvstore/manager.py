@@ -388,6 +388,7 @@ class BlockManager:
         On this node at once; on nodes that share a remote tier within a quarter second while it answers.
 
         Raises:
+            InvalidRequest: no namespace can name such a model.
             TierUnavailable: the new epoch cannot be kept across a restart.
         """
         return await self._epochs.advance(model)

@@ -14,6 +14,8 @@ LeaseId = NewType("LeaseId", int)
 Owner = NewType("Owner", int)
 """Who holds leases and reserved slots: one client connection, or one request of an engine."""
 
+_MAX_COUNT = (1 << 64) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
@@ -146,15 +148,15 @@ class BlockReport:
         if not isinstance(tiers, list):
             raise TypeError("tiers is not a list")
         return cls(
-            index=int(str(data["index"])),
+            index=_count(data["index"]),
             key=BlockKey(bytes.fromhex(str(data["key"]))),
             tiers=tuple(str(tier) for tier in tiers),
             reason=None if reason is None else MissReason(reason),
             is_leased=bool(data.get("is_leased", False)),
             gone_tier=str(data.get("gone_from", "")),
-            gone_s=None if gone_s is None else float(str(gone_s)),
+            gone_s=None if gone_s is None else _seconds(gone_s),
             pressed_by=str(data.get("pressed_by", "")),
-            siblings=int(str(data.get("siblings", 0))),
+            siblings=_count(data.get("siblings", 0)),
         )
 
 
@@ -198,11 +200,25 @@ class EraseReport:
         if not isinstance(blocks, Mapping) or not isinstance(problems, list):
             raise TypeError("blocks is not an object, or problems not a list")
         return cls(
-            keys=int(str(data["keys"])),
-            blocks={str(tier): int(str(count)) for tier, count in blocks.items()},
-            leased_blocks=int(str(data["leased_blocks"])),
+            keys=_count(data["keys"]),
+            blocks={str(tier): _count(count) for tier, count in blocks.items()},
+            leased_blocks=_count(data["leased_blocks"]),
             problems=tuple(str(problem) for problem in problems),
         )
+
+
+def _count(value: object) -> int:
+    # bool is an int in Python but not in JSON.
+    if type(value) is not int or not 0 <= value <= _MAX_COUNT:
+        raise ValueError("not a count")
+    return value
+
+
+def _seconds(value: object) -> float:
+    # An integer may have hundreds of digits, and then it is no float.
+    if type(value) not in (int, float) or not 0 <= value <= _MAX_COUNT:  # type: ignore[operator]  # a number
+        raise ValueError("not a number of seconds")
+    return float(value)  # type: ignore[arg-type]  # a number
 
 
 def first_difference(reports: Sequence[BlockReport]) -> int | None:

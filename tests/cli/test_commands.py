@@ -380,3 +380,17 @@ def test_an_advanced_epoch_serves_nothing_that_was_stored_before(run: Run, paylo
     assert run("match", *names)[0] == 1
     assert "other_epoch" in run("why", *names)[1]
     assert run("put", *names, "--epoch", "1", "--in", str(payload))[0] == 0
+
+
+def test_a_model_whose_name_is_no_text_is_refused_with_one_line(run: Run) -> None:
+    status, out, err = run("epoch", "--model", "\udcff", "--advance")
+    assert (status, out) == (2, "")
+    assert err == "kvstore: model: must be text of at most 4096 bytes\n"
+
+
+def test_the_name_of_a_file_that_is_no_text_can_be_printed(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    command = [sys.executable, "-m", "kvstore.cli", "keys", "init", os.fsencode(tmp_path) + b"/\xff"]
+    made = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert (made.returncode, made.stderr) == (0, b"")
+    assert b"\\udcff" in made.stdout

@@ -282,6 +282,15 @@ async def test_an_ended_epoch_is_told_as_the_reason(
     assert (await client.put(chain, payloads)).stored == 0
 
 
+@pytest.mark.parametrize("model", ["\ud800", "é" * 4096])
+async def test_an_epoch_of_a_model_that_cannot_be_is_refused_before_it_is_sent(
+    client: Face, model: str
+) -> None:
+    with pytest.raises(InvalidRequest, match="model"):
+        await client.advance_epoch(model)
+    assert (await client.stats())["epochs"] == {}
+
+
 async def test_namespaces_are_listed_without_their_salts(client: Face, namespace: Namespace) -> None:
     await client.open_namespace(Namespace("secret", namespace.layout, tenant_salt=b"salt"))
     await client.match(Namespace("secret", namespace.layout, tenant_salt=b"salt").chain(range(64)))

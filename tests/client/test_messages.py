@@ -399,6 +399,17 @@ def test_a_body_above_the_limit_is_not_sent() -> None:
         encode_frame(1, 1, (bytes(MAX_BODY_BYTES),))
 
 
+def test_a_text_that_is_no_unicode_is_not_sent() -> None:
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        encode_message(AdvanceEpoch("\ud800"), 1)
+
+
+def test_a_text_that_is_no_unicode_is_not_taken() -> None:
+    whole = encode_message(AdvanceEpoch("model"), 1)
+    with pytest.raises(ProtocolMismatch):
+        decode_request(_frame(whole.replace(b"model", b"a\xed\xa0\x80b")))
+
+
 def test_a_request_with_the_most_keys_fits_and_one_more_is_refused() -> None:
     keys_blob = [BlockKey(at.to_bytes(32, "big")) for at in range(MAX_KEYS)]
     most = ChainRef(PrefixChain(_DIGEST, tuple(keys_blob), 16))

@@ -162,6 +162,36 @@ async def test_every_route_about_blocks_answers_an_unopened_namespace_alike(clie
     assert len(bodies) == 1
 
 
+def text_members(schema, path=()):
+    """Where in a body a text may be."""
+    for name, member in schema.get("properties", {}).items():
+        if member["type"] == "string":
+            yield (*path, name)
+        elif member["type"] == "object":
+            yield from text_members(member, (*path, name))
+        elif member["type"] == "array" and member["items"]["type"] == "string":
+            yield (*path, name, 0)
+
+
+async def test_half_of_a_surrogate_pair_is_refused_in_every_text(store, client):
+    whole = {**ABOUT, "model": "m", "layout": layout_fields()}
+    for route in ROUTES:
+        for path in text_members(route.body or {}):
+            body = {name: value for name, value in whole.items() if name in route.body["properties"]}
+            at = body
+            for name in path[:-1]:
+                at[name] = at = list(at[name]) if isinstance(at.get(name), list) else dict(at.get(name) or {})
+            at[path[-1]] = "\ud800"
+            answer = await client.post(route.path, **body)
+            assert (answer.status, answer.code) == (400, "bad_request"), (route.path, path)
+    assert store.manager.stats()["epochs"] == {}
+    assert [space.model for space in store.manager.namespaces()] == ["m"]
+
+
+async def test_an_epoch_of_a_name_that_is_too_long_is_refused(client):
+    assert (await client.post("/v1/admin/epoch", model="é" * 4096)).code == "bad_request"
+
+
 async def test_the_operator_says_who_it_is(client):
     assert (await client.get("/v1/identity")).json == {
         "name": "local",
