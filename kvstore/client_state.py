@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from kvstore.calls import miss_reason
 from kvstore.errors import (
     CorruptBlock,
+    EpochEnded,
     InvalidConfig,
     InvalidRequest,
     KVStoreError,
@@ -34,6 +35,7 @@ AWAY = (
     TierFull,
     TierUnavailable,
     CorruptBlock,
+    EpochEnded,
     RejectedRequest,
     NamespaceNotOpen,
 )
@@ -173,6 +175,8 @@ class ClientState:
 
     def note_away(self, error: KVStoreError) -> MissReason:
         """Count a call that the server did not serve; returns the reason it is a miss for."""
+        if isinstance(error, EpochEnded):
+            return miss_reason(error)  # it is there, and says so
         if isinstance(error, RejectedRequest):
             self._note_rejected(error)
         with self._lock():

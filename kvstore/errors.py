@@ -59,6 +59,10 @@ class CorruptBlock(KVStoreError):
     """Stored bytes do not agree with their header, key, layout, length or checksum."""
 
 
+class EpochEnded(KVStoreError):
+    """The namespace's epoch has ended: nothing of it is stored or served. On the data path a result."""
+
+
 class ServerUnavailable(KVStoreError):
     """No server answers at the address, or it went away while a control call needed it."""
 

@@ -300,7 +300,7 @@ def read_put(count: int) -> Callable[[HttpAnswer], PutResult]:
         )
         if stored + present + dropped != count or not are_places:
             raise ProtocolMismatch(f"http: what became of {count} blocks does not add up")
-        return PutResult(stored, present, dropped, tuple(sorted(set(doubtful))))
+        return PutResult(stored, present, dropped, tuple(sorted(set(doubtful))), read_reason(told))
 
     return read
 
@@ -351,6 +351,7 @@ class Putting:
         self._stored = 0
         self._present = 0
         self._doubtful: list[int] = []
+        self._reason: MissReason | None = None
         self.num_known = 0
         self.has_dropped = False
 
@@ -366,11 +367,19 @@ class Putting:
         self._stored += result.stored
         self._present += result.present
         self.has_dropped = result.dropped > 0
+        if result.reason is not None:
+            self.note_reason(result.reason)
+
+    def note_reason(self, reason: MissReason) -> None:
+        """Note why a block was dropped; the first counts."""
+        self._reason = self._reason or reason
 
     def result(self) -> PutResult:
         """Return the result of the call."""
         doubtful = (*self._doubtful, *range(self.num_known, self._blocks))
-        return PutResult(self._stored, self._present, self._blocks - self._stored - self._present, doubtful)
+        dropped = self._blocks - self._stored - self._present
+        reason = self._reason if dropped else None
+        return PutResult(self._stored, self._present, dropped, doubtful, reason)
 
 
 def sums_until_wrong(payloads: Sequence[Bytes], expected: Sequence[int] | None) -> list[int]:

@@ -19,7 +19,7 @@ from kvstore.async_client import AsyncKVStore
 from kvstore.client import KVStore
 from kvstore.client_calls import Call, ClientCalls
 from kvstore.client_state import AWAY, ClientState, Timeouts
-from kvstore.errors import Forbidden, InvalidConfig, ServerUnavailable, TimedOut, Unauthorized
+from kvstore.errors import Forbidden, InvalidConfig, KVStoreError, ServerUnavailable, TimedOut, Unauthorized
 from kvstore.http_client_calls import HttpCall, HttpClientCalls
 from kvstore.http_link import client_context
 from kvstore.http_session import HttpSession
@@ -60,12 +60,13 @@ class _HttpCaller:
         session = HttpSession(self._transport, self._state, call.deadline_s, is_control=call.is_control)
         assert isinstance(call, HttpCall), "a call for a socket"
         work: Callable[[HttpSession], T] = call.work
+        not_served: Callable[[KVStoreError], T] = call.not_served
         try:
             return work(session)
         except AWAY as error:
-            if when_away is None or is_cancelled():
+            if is_cancelled():
                 raise
-            return when_away(error)
+            return not_served(error)
         except (Unauthorized, Forbidden) as error:
             if when_away is None:
                 raise

@@ -144,7 +144,7 @@ class HttpClientCalls(ClientCalls):
         putting = Putting(len(chain))
 
         def stored_so_far(error: KVStoreError) -> PutResult:
-            self._state.note_away(error)
+            putting.note_reason(self._state.note_away(error))
             return putting.result()
 
         def work(session: HttpSession) -> PutResult:
@@ -157,6 +157,7 @@ class HttpClientCalls(ClientCalls):
         return HttpCall(
             deadline_s=self._deadline_s(timeout_s, self._state.timeouts.put_s),
             namespace=chain.namespace,
+            chain=chain,
             when_away=stored_so_far,
             work=work,
         )
@@ -336,6 +337,7 @@ class HttpClientCalls(ClientCalls):
         return HttpCall(
             deadline_s=self._deadline_s(timeout_s, self._state.timeouts.fetch_s),
             namespace=chain.namespace,
+            chain=chain,
             when_away=received_so_far,
             work=work,
         )
@@ -352,6 +354,7 @@ class HttpClientCalls(ClientCalls):
         return HttpCall(
             deadline_s=deadline_s,
             namespace=chain.namespace,
+            chain=chain,
             when_away=when_away,
             work=lambda session: session.about(
                 chain.namespace, lambda: session.ask_timed("POST", path, values, take)
@@ -410,7 +413,12 @@ class _Sending:
             sums = http_calls.sums_until_wrong(self._payloads[start:stop], expected)
             if sums:
                 putting.note(self._send(start, sums), len(sums))
-            if len(sums) < stop - start or putting.has_dropped or self._session.remaining_s() <= 0:
+            if len(sums) < stop - start:
+                putting.note_reason(MissReason.CORRUPT)  # a payload is not the one that its caller means
+            if len(sums) < stop - start or putting.has_dropped:
+                return
+            if self._session.remaining_s() <= 0:
+                putting.note_reason(MissReason.TIMED_OUT)
                 return
 
     def _send(self, start: int, sums: Sequence[int]) -> PutResult:

@@ -1,7 +1,7 @@
 """What lookups and puts return; a miss is a result and always has a reason."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, NewType
 
 from kvstore.keys import BlockKey
@@ -79,7 +79,7 @@ class ReservedSlot(NamedTuple):
 class Published(NamedTuple):
     """How many blocks were ``stored``; of the others, ``late`` came after the time their slots were lent for.
 
-    The rest was stored already.
+    The rest was stored already, or the namespace's epoch has ended.
     """
 
     stored: int
@@ -90,12 +90,13 @@ class Published(NamedTuple):
 class Reserved:
     """Slots for the blocks that are not stored, as far as there was room; ``present`` blocks are stored.
 
-    Each slot is for ``length_bytes``.
+    Each slot is for ``length_bytes``. ``reason`` says why there is none for the first block that has none.
     """
 
     slots: tuple[ReservedSlot, ...]
     present: int
     length_bytes: int = 0
+    reason: MissReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +104,15 @@ class PutResult:
     """How many blocks of a put were stored, were there already, or were dropped for want of room.
 
     ``doubtful`` are the positions in the chain of all blocks that are not known to be stored: every dropped
-    one, and those of which the server does not say which of them it dropped.
+    one, and those of which the server does not say which of them it dropped. ``reason`` says why blocks were
+    dropped, of several reasons the first; it does not count when results are compared.
     """
 
     stored: int
     present: int
     dropped: int
     doubtful: tuple[int, ...] = ()
+    reason: MissReason | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

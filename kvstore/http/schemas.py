@@ -249,6 +249,7 @@ PUT_ANSWER = _object(
         "present": _count("Blocks that were stored already."),
         "dropped": _count("Blocks that found no room."),
         "doubtful": _list(_count(), most=MAX_KEYS, text="Positions of blocks not known to be stored."),
+        "reason": {**REASON, "description": "Why blocks were dropped; null if none was."},
     },
     "stored",
     "present",

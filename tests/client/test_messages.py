@@ -129,12 +129,13 @@ ANSWERS: dict[str, Answer] = {
     ),
     "ready_none": Ready(None, 0, (), TierNames.of([]), MissReason.TIMED_OUT),
     "lent": Lent((LentSlot(1, 4096, 5),), 1),
+    "lent_none": Lent((), 0, MissReason.OTHER_EPOCH),
     "report": Report(b"{}"),
     "presence": Presence(b"\x05\x80"),
     "leased": Leased(
         9, 30_000_000, 64, (ReadySlot(4096, 1, 2),), TierNames.of(["dram", "ssd"]), MissReason.EVICTED
     ),
-    "leased_none": Leased(None, 0, 0, (), TierNames.of(["ssd"]), None),
+    "leased_none": Leased(None, 0, 0, (), TierNames.of(["dram"]), None, MissReason.QUOTA),
     "renewed": Renewed(30_000_000),
     "seen": Seen(64, (ReadySlot(4096, 1, 2), ReadySlot(8192, 3, 4)), "dram"),
     "failed": Failed(FailureCode.INVALID_REQUEST, "no such namespace"),
