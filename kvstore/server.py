@@ -175,6 +175,7 @@ class StoreServer:
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             self.serve_socket(sock)
+            await asyncio.sleep(0)  # whoever is connected has his turn between two that come
 
     async def _greet(self, sock: socket.socket) -> None:
         """Check who connects, exchange greetings, and hand the socket to a Connection."""

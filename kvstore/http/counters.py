@@ -11,6 +11,7 @@ class HttpCounters:
     connections: int = 0
     open_connections: int = 0
     refused_connections: int = 0
+    ended_newcomers: int = 0
     failed_handshakes: int = 0
     slow_clients: int = 0
     malformed_requests: int = 0
@@ -28,6 +29,7 @@ class HttpCounters:
             "connections": self.connections,
             "open_connections": self.open_connections,
             "refused_connections": self.refused_connections,
+            "ended_newcomers": self.ended_newcomers,
             "failed_handshakes": self.failed_handshakes,
             "slow_clients": self.slow_clients,
             "malformed_requests": self.malformed_requests,

@@ -38,11 +38,13 @@ class Guard(asyncio.Protocol):
         limits: Limits,
         counters: HttpCounters,
         *,
+        on_admitted: Callable[["Guard"], None],
         on_end: Callable[["Guard"], None],
     ) -> None:
         self.inner = inner
         self._limits = limits
         self._counters = counters
+        self._on_admitted = on_admitted
         self._on_end = on_end
         self._transport: asyncio.Transport | None = None
         self._waiting: asyncio.TimerHandle | None = None
@@ -119,6 +121,10 @@ class Guard(asyncio.Protocol):
         """End the connection at once; what was not sent is not sent."""
         if self._transport is not None:
             self._transport.abort()
+
+    def note_admitted(self) -> None:
+        """Note that a request came on it whose sender may send it."""
+        self._on_admitted(self)
 
     def undo_if_unread(self, undo: Callable[[], None]) -> None:
         """Call ``undo`` if the connection ends before the client has read what was sent until now."""

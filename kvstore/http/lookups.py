@@ -107,7 +107,7 @@ async def _answer_leased(
     except BaseException:  # a cancellation too: whatever it is, nobody knows of the lease
         undo()
         raise
-    call.undo_if_unread(undo)
+    call.peer.undo_if_unread(undo)
     return response
 
 

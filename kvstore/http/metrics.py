@@ -94,6 +94,7 @@ def _http(http: Mapping[str, object]) -> Iterator[tuple[str, str, str, Samples]]
     for member, text in (
         ("connections", "HTTP connections taken."),
         ("refused_connections", "HTTP connections refused: too many."),
+        ("ended_newcomers", "Connections that had shown nothing yet and made way for new ones."),
         ("failed_handshakes", "Connections that ended in their TLS handshake."),
         ("slow_clients", "HTTP clients dropped for being slow."),
         ("malformed_requests", "Requests that were not HTTP."),

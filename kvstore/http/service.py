@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
@@ -43,13 +43,20 @@ COMMON_HEADERS: Mapping[str, str] = {
 }
 """What every answer carries."""
 
-UndoIfUnread: TypeAlias = "Callable[[Callable[[], None]], None]"
-"""Has a function called if the client goes away before it has read what was sent to it until now."""
-
 _REQUEST_NAME = re.compile("[0-9a-f]{1,32}")
 _DAMAGE_S = 10.0
 _UNTIMED_S = 10.0
 _GRACE_S = 0.25
+
+
+class Peer(Protocol):
+    """The other side of a connection, as operations see it."""
+
+    def note_admitted(self) -> None:
+        """Note that a request came from it whose sender may send it."""
+
+    def undo_if_unread(self, undo: Callable[[], None]) -> None:
+        """Call ``undo`` if it goes away before it has read what was sent to it until now."""
 
 
 @dataclass(slots=True)
@@ -105,7 +112,7 @@ class Call:
     caller: Caller
     values: Values
     body: Body
-    undo_if_unread: UndoIfUnread
+    peer: Peer
 
     @property
     def identity(self) -> Identity:

@@ -101,24 +101,6 @@ async def test_an_answer_that_nobody_reads_ends_its_lease():
         assert store.counters.slow_clients == 1
 
 
-async def test_connections_above_the_cap_are_answered_at_once():
-    async with http_store(limits=Limits(max_connections=2)) as store, contextlib.AsyncExitStack() as stack:
-        raws = [await stack.enter_async_context(RawClient.connected(store.face)) for _ in range(2)]
-        await until(lambda: store.counters.open_connections == 2)
-        async with RawClient.connected(store.face) as third:
-            await third.say(head("GET", "/healthz"))
-            answer = await third.hear_all()
-            assert answer.startswith(b"HTTP/1.1 503 ")
-            assert b'"unavailable"' in answer
-        assert store.counters.refused_connections == 1
-
-        raws[0].writer.close()
-        await until(lambda: store.counters.open_connections == 1)
-        async with RawClient.connected(store.face) as again:
-            await again.say(head("GET", "/healthz"))
-            assert (await again.hear_answer())[0] == 200
-
-
 def test_the_cap_stays_below_the_limit_on_descriptors():
     assert connection_cap(1024, max_fds=None, others=256) == 1024
     assert connection_cap(1024, max_fds=65_536, others=256) == 1024
