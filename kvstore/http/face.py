@@ -174,21 +174,19 @@ class HttpFace:
         while True:
             try:
                 sock, _ = await loop.sock_accept(listener)
-            except OSError as error:
+                if self.counters.open_connections >= self._limits.max_connections and not self._make_way():
+                    self._refuse(sock)
+                else:
+                    self._let_in(sock)
+            except (OSError, MemoryError) as error:
                 # Out of descriptors or memory: clients wait in the backlog meanwhile.
-                self._refusals.warn("http: cannot accept a connection: %s", error)
+                self._refusals.warn("http: cannot accept a connection: %s", error or "out of memory")
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            if self.counters.open_connections >= self._limits.max_connections and not self._make_way():
-                self._refuse(sock)
-            else:
-                self._let_in(sock)
             await asyncio.sleep(0)  # whoever is connected has his turn between two that come
 
     def _let_in(self, sock: socket.socket) -> None:
         assert self._server is not None, "http: not listening"
-        self.counters.connections += 1
-        self.counters.open_connections += 1
         guard = Guard(
             Protocol(self._server, self.counters),
             self._limits,
@@ -196,9 +194,11 @@ class HttpFace:
             on_admitted=self._newcomers.discard,
             on_end=self._note_end,
         )
+        task = asyncio.create_task(self._open(sock, guard))
+        self.counters.connections += 1
+        self.counters.open_connections += 1
         self._guards[guard.inner] = guard
         self._newcomers.add(guard, sock)
-        task = asyncio.create_task(self._open(sock, guard))
         self._opening[task] = sock
         task.add_done_callback(self._opening.pop)
 
@@ -227,6 +227,9 @@ class HttpFace:
                 self.counters.failed_handshakes += 1
                 self._handshakes.warn("http: a TLS handshake failed: %s", error)
             sock.close()
+        except MemoryError as error:
+            self._refusals.warn("http: cannot serve a connection: %s", error or "out of memory")
+            _hang_up(sock)  # where asyncio has made something of it already, that closes it
         finally:
             if not guard.is_made:
                 self._note_end(guard)
