@@ -1,4 +1,4 @@
-"""A server at its limit of address space (``ulimit -v``): its log is not flooded, and it goes on afterwards."""
+"""A server at its limit of address space (``ulimit -v``): it does not flood its log, and goes on later."""
 
 import contextlib
 import json
