@@ -104,6 +104,7 @@ async def answer_match_and_lease(manager: BlockManager, owner: Owner, request: M
         slots=ready_slots(found.blocks),
         tiers=TierNames.of(found.match.tiers),
         reason=found.match.reason,
+        lease_reason=found.lease_reason,
     )
 
 

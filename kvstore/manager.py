@@ -201,8 +201,7 @@ class BlockManager:
         """
         found = await self.match(chain, part=part, timeout_s=timeout_s)
         shelf = self._state.directory.shelf(chain.namespace, part)
-        blocks, lease = self._granter.leading_on_top(owner, shelf, chain[: found.blocks])
-        return MatchedLease(found, blocks, lease)
+        return MatchedLease(found, *self._granter.leading_on_top(owner, shelf, chain[: found.blocks]))
 
     async def exists(
         self,
@@ -317,8 +316,9 @@ class BlockManager:
         """Publish written slots as the blocks of ``chain``, one slot per block: READY from now on.
 
         True: the slot holds the stored block, which the owner leases until ``return_slots`` or
-        ``release_owner``. False: the block was stored already, or the slot is not lent to this owner any
-        more; a slot that is lent stays so. ``checksums`` None (vram): taken when the block first leaves.
+        ``release_owner``. False: the block was stored already, its epoch has ended, or the slot is not lent
+        to this owner any more; a slot that is lent stays so. ``checksums`` None (vram): taken when the block
+        first leaves.
 
         Raises:
             InvalidRequest: the namespace is not open, lengths differ, or a slot is too small for the block.
@@ -402,6 +402,7 @@ class BlockManager:
         On this node at once; on nodes that share a remote tier within a quarter second while it answers.
 
         Raises:
+            InvalidRequest: no namespace can name such a model.
             TierUnavailable: the new epoch cannot be kept across a restart.
         """
         return await self._epochs.advance(model)
@@ -426,6 +427,11 @@ class BlockManager:
     def epoch(self, model: str) -> int:
         """Return the model's epoch: namespaces of an earlier one are not served."""
         return self._state.directory.epoch(model)
+
+    def has_ended(self, namespace: NamespaceDigest) -> bool:
+        """Whether the epoch of a namespace has ended: nothing of it is stored or served."""
+        known = self._state.directory.namespace(namespace)
+        return known is not None and known.epoch < self.epoch(known.model)
 
     def namespace(self, digest: NamespaceDigest) -> Namespace | None:
         """Return an open namespace, None if there is none of that digest."""

@@ -18,7 +18,7 @@ from kvstore.checksum import (
     copy_array_with_checksum,
     copy_array_with_source_checksum,
 )
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, ProtocolMismatch
 from kvstore.messages import LentSlot, ReadySlot, WrittenSlot
 
 Buffer: TypeAlias = Any
@@ -117,7 +117,19 @@ def read_slots(
     A block arrived whole if the slot's generation is still the leased one after the copy (else STALE: a
     lease that ended meanwhile may have let another block's bytes in) and its checksum is right (else
     DAMAGED).
+
+    Raises:
+        ProtocolMismatch: the server named a slot that is none; blocks before it may have been copied.
     """
+    try:
+        return _read_slots(arena, slots, buffers, should_stop)
+    except InvalidRequest as error:
+        raise ProtocolMismatch(f"answer: {error}") from error
+
+
+def _read_slots(
+    arena: SlotReader, slots: Sequence[ReadySlot], buffers: Sequence[Bytes], should_stop: Callable[[], bool]
+) -> tuple[int, ReadEnd]:
     slot_array, generation_of = arena.slot_array, arena.generation
     count = 0
     for (offset, generation, expected), buffer in zip(slots, buffers, strict=True):
@@ -145,7 +157,24 @@ def write_slots(
     A slot whose generation changed is left alone: it is no longer ours. The checksum is the payload's own,
     not that of the bytes in the slot, so what a stale writer stores there meanwhile is found by every reader.
     ``expected`` are the payloads' xxh3-64 as their owner knows them; one with another is not to be stored.
+
+    Raises:
+        ProtocolMismatch: the server lent a slot that is none.
     """
+    try:
+        return _write_slots(arena, slots, payloads, should_stop, expected=expected)
+    except InvalidRequest as error:
+        raise ProtocolMismatch(f"answer: {error}") from error
+
+
+def _write_slots(
+    arena: SlotReader,
+    slots: Sequence[LentSlot],
+    payloads: Sequence[Bytes],
+    should_stop: Callable[[], bool],
+    *,
+    expected: Sequence[int] | None,
+) -> list[WrittenSlot]:
     written: list[WrittenSlot] = []
     slot_array, generation_of = arena.slot_array, arena.generation
     offset, generation = 0, 0
