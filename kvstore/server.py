@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.arena_view import open_read_only
@@ -52,12 +53,14 @@ class StoreServer:
         *,
         socket_path: str | os.PathLike[str] | None = None,
         max_connections: int = 256,
+        stay_awake: Callable[[float], None] | None = None,
     ) -> None:
         self._manager = manager
         self._arena_fd: int | None = None
         self._reading_fd: int | None = None
         self._socket_path = socket_path
         self._max_connections = max_connections
+        self._stay_awake = stay_awake
         self._instance = os.urandom(INSTANCE_BYTES)
         self._listener: socket.socket | None = None
         self._bound: tuple[Path, os.stat_result] | None = None
@@ -212,6 +215,7 @@ class StoreServer:
             malformed=self._malformed,
             late_work=self._late_work,
             on_end=self._connections.discard,
+            stay_awake=self._stay_awake,
         )
         self._connections.add(connection)
         self.counters.connections += 1

@@ -389,6 +389,9 @@ class SlotTier(Protocol):
     def generation(self, slot: Slot) -> int:
         """Return the slot's generation."""
 
+    def generations(self, slots: Sequence[Slot]) -> list[int]:
+        """Return the generation of each of several slots."""
+
     def writing(
         self, slots: Sequence[Slot], length_bytes: int
     ) -> AbstractAsyncContextManager[list[memoryview]]:

@@ -88,16 +88,16 @@ class NamespacesMachine(RuleBasedStateMachine):
     async def _put(self, space, blocks):
         reserved = await self.manager.reserve(blocks, owner=self.owner, timeout_s=5)
         for at in reserved.slots:
-            data = payload(space, blocks.keys[at.index])
+            data = payload(space, blocks.keys[at.position])
             async with self.dram.writing([at.slot], BLOCK_BYTES) as (buffer,):
                 np.asarray(buffer)[:BLOCK_BYTES] = data
-            block = blocks[at.index : at.index + 1]
+            block = blocks[at.position : at.position + 1]
             assert self.manager.commit(block, [at.slot], owner=self.owner, checksums=[checksum(data)]) == [
                 True
             ]
         self.manager.return_slots([at.slot for at in reserved.slots], owner=self.owner)
         # What only the remote tier has is put again: nobody asks it before a put.
-        return {at.index for at in reserved.slots} - self.stored[space]
+        return {at.position for at in reserved.slots} - self.stored[space]
 
     @rule(space=spaces, stop=lengths)
     def fetch(self, space, stop):
