@@ -134,7 +134,8 @@ class BlockEntry:
 class Shelf:
     """The blocks of one part of one namespace. Of a stale one (an epoch that is over) none is served.
 
-    ``fastest`` repeats what the entries say, for look-ups of thousands of keys at once.
+    ``fastest`` repeats what the entries say, for look-ups of thousands of keys at once. ``name_end`` is what
+    its storage keys have behind the block key.
     """
 
     namespace: NamespaceDigest
@@ -144,10 +145,10 @@ class Shelf:
     entries: dict[BlockKey, BlockEntry] = field(default_factory=dict)
     fastest: dict[BlockKey, str] = field(default_factory=dict)
     is_stale: bool = False
-    part_bytes: bytes = b""
+    name_end: bytes = b""
 
     def __post_init__(self) -> None:
-        self.part_bytes = self.part.pack()
+        self.name_end = self.part.pack() + self.namespace
 
     def block(self, key: BlockKey) -> BlockId:
         """The id of the block of that key on this shelf."""
@@ -155,7 +156,7 @@ class Shelf:
 
     def name(self, key: BlockKey) -> StorageKey:
         """The storage key of the block of that key on this shelf."""
-        return StorageKey(key + self.part_bytes)
+        return StorageKey(key + self.name_end)
 
 
 class Directory:
@@ -276,7 +277,7 @@ class Directory:
             if known is not None:
                 names += self._adopt_known(known, parent, tier)
                 continue
-            name = StorageKey(key + shelf.part_bytes)
+            name = StorageKey(key + shelf.name_end)
             copies = {tier: Copy(ready, None, None, depth > 0)}
             entry = BlockEntry(shelf, key, name, parent, depth, copies, 0, 0, None, "", NO_CHILDREN, fastest)
             shelf.entries[key] = by_name[name] = entry
