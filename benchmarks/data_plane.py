@@ -57,8 +57,10 @@ def _measure_blocks(
     bench: Bench, args: argparse.Namespace, names: Sequence[str], size: tuple[int, int]
 ) -> None:
     block_bytes, batch = size
+    # Where a round has two calls there are twice as many rounds.
+    rounds = args.rounds * (2 if 2 * block_bytes * batch > args.set_bytes else 1)
     measure_blocks(
-        bench, names, block_bytes=block_bytes, batch=batch, set_bytes=args.set_bytes, rounds=args.rounds
+        bench, names, block_bytes=block_bytes, batch=batch, set_bytes=args.set_bytes, rounds=rounds
     )
 
 
@@ -131,7 +133,7 @@ def main() -> None:
         _tell(left_out)
         bench = measure(args, names)
         _tell(bench.failed)
-        record = make_record(bench.rows(), names, left_out | bench.failed)
+        record = make_record(bench.rows(), args.rounds, names, left_out | bench.failed)
     show(record.results)
     if args.svg or args.page:
         # Imported here because drawing needs matplotlib, which measuring does not.

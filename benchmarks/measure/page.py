@@ -124,7 +124,7 @@ def versions_line(record: Record) -> str:
     """Cores and versions."""
     versions = ", ".join(f"{name} {version}" for name, version in sorted(record.versions.items()))
     left_out = "".join(f" Left out: {name}: {reason}." for name, reason in record.left_out.items())
-    return f"{record.cores} cores; {versions}.{left_out}\n"
+    return f"{record.cores} cores, {record.rounds} rounds; {versions}.{left_out}\n"
 
 
 TABLES: dict[str, Callable[[Record], str]] = {
@@ -149,8 +149,8 @@ def blocks_of(record: Record, op: str) -> list[Row]:
 
 def table(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
     """Write a table in Markdown."""
-    rows = [heads, ["---"] * len(heads), *cells]
-    return "".join(f"| {' | '.join(row)} |\n".replace("|  |", "| |") for row in rows)
+    lines = [[f" {cell} " if cell else " " for cell in row] for row in (heads, *cells)]
+    return "".join(f"|{'|'.join(line)}|\n" for line in (lines[0], ["---"] * len(heads), *lines[1:]))
 
 
 def size_text(num_bytes: object) -> str:
