@@ -67,12 +67,13 @@ def _measure_blocks(
 def show(rows: Sequence[Row]) -> None:
     """Print a table."""
     for row in rows:
-        speed = "      " if row["gb_per_s"] is None else f"{row['gb_per_s']:6.2f}"
-        ratio = "     " if row["ratio_to_memcpy"] is None else f"{row['ratio_to_memcpy']:5.2f}"
-        cpu = "     " if row["cpu_s_per_gb"] is None else f"{row['cpu_s_per_gb']:5.2f}"
+        copied = ""
+        if row["gb_per_s"] is not None:
+            copied = f"{row['gb_per_s']:>7.2f} GB/s  {row['ratio_to_memcpy']:>5.2f} of memcpy  "
+            copied += f"{row['cpu_s_per_gb']:>6.2f} CPU s/GB"
         print(
-            f"{row['peer']:13} {row['op']:22}{row['block_bytes']:>9} B x{row['batch']:<5}{speed} GB/s "
-            f" {ratio} of memcpy  p50 {row['p50_us']:>9} us  p99 {row['p99_us']:>9} us  {cpu} CPU s/GB"
+            f"{row['peer']:13} {row['op']:22}{row['block_bytes']:>9} B x{row['batch']:<6}"
+            f"p50 {row['p50_us']:>9} us  p99 {row['p99_us']:>9} us {copied}".rstrip()
         )
 
 

@@ -70,7 +70,7 @@ def test_it_runs_end_to_end(small_run):
         *(("kvstore", op, batch) for op in ("view", "fetch_into_unchecked") for batch in (1, 64, 1024)),
         ("memcpy", "copy", 1), ("memcpy", "copy", 64), ("bare", "round_trip_and_copy", 1),
         ("kvstore", "match_6250", 6250), ("kvstore", "exists_1000", 1000), ("redis", "match_6250", 6250),
-        ("kvstore", "match_6250_beside_2", 1), ("bare", "round_trip_beside_2", 1),
+        ("kvstore", "match_6250_beside_2", 6250), ("bare", "round_trip_beside_2", 1),
         ("kvstore", "chain_of_array", 6250),
     }  # fmt: skip
 
@@ -129,6 +129,12 @@ def test_a_peer_that_is_not_installed_is_left_out_with_the_remedy(tmp_path):
     assert done.returncode == 0
     assert "peer lmcache is left out" in done.stderr
     assert "lmcache" in json.loads(done.stdout.splitlines()[-1])["left_out"]
+
+
+def test_every_script_is_described():
+    described = (BENCHMARKS / "README.md").read_text()
+
+    assert [path.name for path in BENCHMARKS.glob("*.py") if f"`{path.name}`" not in described] == []
 
 
 def test_an_unknown_peer_is_refused():
