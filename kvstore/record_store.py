@@ -24,6 +24,9 @@ _MAX_PENDING = 1024
 _SWEEP_S = 1.0
 _CLOSE_S = 5.0
 _ERASE_S = 2.0
+_LEAST_S = 0.05
+"""What a call is given at least: with less, not even what is in memory could be looked at."""
+
 _OFF = "this store keeps no records: set records_bytes of [store]"
 
 
@@ -186,7 +189,7 @@ class RecordStore:
         self._pending.add(task)
         self._pending_bytes += num_bytes
         task.add_done_callback(lambda ended: self._end(ended, num_bytes))
-        await asyncio.wait([task], timeout=timeout_s)
+        await asyncio.wait([task], timeout=max(_LEAST_S, timeout_s))
         if not task.done():
             raise TimedOut(f"records: not done within {timeout_s:g} s, it goes on")
         return task.result()
