@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstore.config import Config, RemoteConfig, SsdConfig
 from kvstore.epoch_file import EpochFile
@@ -60,6 +60,9 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
 
         masters = config.encryption.read_keys()
         lower, encryption = seal(masters, dram, lower, folders=folders, clock=clock)
+    records = _records(config, encryption, clock)
+    if encryption is not None:
+        encryption = replace(encryption, records=records)
     _warn_of_exposed_secrets(config)
     settings = ManagerSettings(
         timeout_s=config.store.timeout_s,
@@ -82,7 +85,7 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
         encryption=encryption,
         clock=clock,
     )
-    return Store(manager, dram, _records(config, clock))
+    return Store(manager, dram, records)
 
 
 def _warn_of_exposed_secrets(config: Config) -> None:
@@ -95,11 +98,16 @@ def _warn_of_exposed_secrets(config: Config) -> None:
             logger.warning("%s: %s: others may read it: chmod 600 %s", key, place, place.file)
 
 
-def _records(config: Config, clock: Callable[[], float]) -> RecordStore:
+def _records(config: Config, encryption: Encryption | None, clock: Callable[[], float]) -> RecordStore:
     capacity_bytes = config.store.records_bytes
     if not capacity_bytes:
         return RecordStore(None, clock=clock)
     codec: RecordCodec = PlainCodec()
+    if encryption is not None:
+        # Only a store with encryption needs its package, which is here by now.
+        from kvstore_tiers.record_sealing import SealedCodec
+
+        codec = SealedCodec(encryption.vault, clock=clock)
     local = _local_records(config, codec, clock)
     quota_bytes = int(capacity_bytes * config.store.namespace_quota_ratio)
     truth: RecordTruth = LocalTruth(local, codec, capacity_bytes, quota_bytes, clock)

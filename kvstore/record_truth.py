@@ -95,7 +95,10 @@ class RecordTruth(Protocol):
         """Return records by name. Raises TierUnavailable if it is not known which there are."""
 
     async def erase(self, tenant: TenantId, *, deadline_s: float) -> tuple[int, list[str]]:
-        """Forget a tenant's records: how many, and a line for each place that could not be reached."""
+        """Forget those of a tenant's records whose key is gone.
+
+        Returns how many, and a line for each place that could not be reached.
+        """
 
     async def sweep(self) -> None:
         """Forget what is over. To be called every few seconds."""
@@ -150,11 +153,13 @@ class LocalTruth:
 
     async def open(self) -> None:
         """Read what earlier runs left."""
+        self.codec.open()
         await self.local.open()
 
     async def close(self) -> None:
         """Finish what is under way."""
         await self.local.close()
+        await self.codec.close()
 
     async def put(self, put: RecordPut, named: Named, *, deadline_s: float) -> RecordWrite:
         """Store a record, if the condition holds and there is room."""
@@ -201,7 +206,7 @@ class LocalTruth:
             return RecordWrite(RecordOutcome.FULL, problem="the disk is full")
         if status is Kept.UNAVAILABLE:
             return unavailable(self.local.trouble, is_doubtful=True)
-        if not self.codec.is_live(record):
+        if not self.codec.is_live((record.head, record.name)):
             await self.local.forget([named.local_key], RecordAbsence.ERASED)
             return unavailable("its tenant was erased meanwhile")
         self._index.note(named.tenant, named.key, named.id)
@@ -272,9 +277,9 @@ class LocalTruth:
         )
 
     async def erase(self, tenant: TenantId, *, deadline_s: float) -> tuple[int, list[str]]:
-        """Forget a tenant's records."""
+        """Forget those of a tenant's records whose key is gone."""
         self._index.forget(tenant)
-        return await erase_local(self.local, tenant)
+        return await erase_local(self.local, self.codec, tenant)
 
     async def sweep(self) -> None:
         """Forget records whose time is over."""
@@ -336,11 +341,11 @@ async def listed(
     return await asyncio.to_thread(pick)
 
 
-async def erase_local(local: LocalRecords, tenant: TenantId) -> tuple[int, list[str]]:
-    """Forget a tenant's records on this node; returns how many, and what could not be done."""
+async def erase_local(local: LocalRecords, codec: RecordCodec, tenant: TenantId) -> tuple[int, list[str]]:
+    """Forget records whose key is gone on this node; returns how many, and what could not be done."""
     if not await local.ready():
         return 0, [f"records: {local.trouble}"]
-    keys = [at.key for at in local.of_tenant(tenant)]
+    keys = [at.key for at in local.of_tenant(tenant) if not codec.is_live((at.head, at.name))]
     if await local.forget(keys, RecordAbsence.ERASED) is not Kept.OK:
         return 0, ["records: the disk does not take the erasure now"]
     return len(keys), []
