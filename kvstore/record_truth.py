@@ -267,14 +267,13 @@ class LocalTruth:
             raise TierUnavailable(f"records: {self.local.trouble}")
         now_s = self.clock()
         live = [at for at in self.local.of_tenant(query.tenant) if at.deadline_s > now_s]
-        return await listed(
-            query,
-            [(at.head, at.name) for at in live],
-            [at.deadline_s - now_s for at in live],
-            index=self._index,
-            deadline_s=deadline_s,
-            is_current=True,
-        )
+        entries = [(at.head, at.name) for at in live]
+        left_s = {at.head.id: at.deadline_s - now_s for at in live}
+        chosen = await picked(query, entries, index=self._index, deadline_s=deadline_s)
+        return [
+            RecordInfo(name, head.version, head.value_bytes, left_s[head.id])
+            for name, head in chosen[: query.limit]
+        ]
 
     async def erase(self, tenant: TenantId, *, deadline_s: float) -> tuple[int, list[str]]:
         """Forget those of a tenant's records whose key is gone."""
@@ -318,25 +317,19 @@ def over_quota(quota_bytes: int) -> RecordWrite:
     )
 
 
-async def listed(
-    query: ListQuery,
-    entries: Sequence[Entry],
-    left_s: Sequence[float],
-    *,
-    index: NameIndex,
-    deadline_s: float,
-    is_current: bool,
-) -> list[RecordInfo]:
-    """Return those entries that a listing asks for, by name; ``left_s`` is the time left of each."""
+async def picked(
+    query: ListQuery, entries: Sequence[Entry], *, index: NameIndex, deadline_s: float
+) -> list[tuple[str, RecordHead]]:
+    """Return those entries that a listing asks for, in the order of their names, more than its limit too."""
     names = await index.names_of(query.tenant, entries, deadline_s=deadline_s)
 
-    def pick() -> list[RecordInfo]:
+    def pick() -> list[tuple[str, RecordHead]]:
         found = [
-            RecordInfo(name[1], head.version, head.value_bytes, left, is_current)
-            for name, (head, _), left in zip(names, entries, left_s, strict=True)
+            (name[1], head)
+            for name, (head, _) in zip(names, entries, strict=True)
             if name is not None and query.picks(name)
         ]
-        return sorted(found, key=lambda info: info.name)[: query.limit]
+        return sorted(found, key=lambda item: item[0])
 
     return await asyncio.to_thread(pick)
 
