@@ -17,7 +17,7 @@ from kvstore.layout import KVLayout
 from kvstore.manager import BlockManager
 from kvstore.state import ManagerSettings
 from kvstore_tiers.dram import DramTier
-from tests.records import memory_records
+from tests.record_kit import memory_records
 
 BLOCK_BYTES = 8192
 BLOCK_TOKENS = 4
