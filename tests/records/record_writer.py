@@ -1,7 +1,7 @@
 """A process that puts records on disk until it is killed.
 
-``python -m tests.records.record_writer FOLDER ROUND``. It says ``begin N V`` before and ``ack N V`` after each
-put of version V of record N.
+``python -m tests.records.record_writer FOLDER ROUND``. It says ``begin N V`` before and ``ack N V`` after
+each put of version V of record N.
 """
 
 import asyncio

@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -44,7 +45,7 @@ MayHold = dict[int, set[int | None]]
 
 def write_and_kill(folder: Path, round_: int, lines: int, may_hold: MayHold) -> None:
     """Have a process put records until it has said so many lines, and kill it."""
-    words = [sys.executable, "-P", "-m", "tests.records.record_writer", str(folder), str(round_)]
+    words = [sys.executable, "-m", "tests.records.record_writer", str(folder), str(round_)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
         for count, line in enumerate(writer.stdout):
@@ -55,6 +56,7 @@ def write_and_kill(folder: Path, round_: int, lines: int, may_hold: MayHold) -> 
                 may_hold[int(number)].add(int(version))
             if count >= lines:
                 writer.kill()
+    assert writer.returncode == -signal.SIGKILL
 
 
 async def test_what_was_acknowledged_survives_kills_in_the_middle_of_writes(tmp_path: Path) -> None:
