@@ -7,9 +7,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore_engine_adapter.request_blocks import LoadedPrefix
 from kvstore_engine_adapter.sampling import SamplingParams
+
+MAX_LOGPROBS = 20
+"""Most alternatives whose log-probabilities a request may ask for, as in OpenAI's API."""
+
+_MAX_PRIORITY = 2**31 - 1
 
 
 class EngineBusy(KVStoreError):
@@ -25,7 +30,12 @@ class GenerateRequest:
     """A prompt to continue.
 
     ``max_tokens`` None: up to the context's end. ``end_tokens`` end the answer and are not part of it.
-    ``wants_first_logits`` asks for the logits the first token was chosen from.
+    ``wants_first_logits`` asks for the logits the first token was chosen from. A lower ``priority`` is more
+    urgent. ``logprobs`` asks for the chosen tokens' log-probabilities and those of so many of the likeliest
+    tokens beside them; None: of none.
+
+    Raises:
+        InvalidRequest: ``priority`` or ``logprobs`` is outside its range.
     """
 
     prompt: Sequence[int]
@@ -33,13 +43,28 @@ class GenerateRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     end_tokens: frozenset[int] = frozenset()
     wants_first_logits: bool = False
+    priority: int = 0
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise InvalidRequest(f"logprobs: {self.logprobs} is outside 0..{MAX_LOGPROBS}")
+        if not -_MAX_PRIORITY <= self.priority <= _MAX_PRIORITY:
+            raise InvalidRequest(f"priority: {self.priority} is outside -2**31+1..2**31-1")
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One generated token."""
+    """One generated token.
+
+    ``logprob`` is the natural logarithm of its probability, and ``top_logprobs`` the likeliest tokens with
+    theirs, likeliest first, if the request asked for them. They are the model's own, before temperature,
+    penalties and cuts; the chosen token need not be among the likeliest.
+    """
 
     token: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ from kvstore_engine_adapter.load_policy import LoadPolicy
 from kvstore_engine_adapter.model import LoadedModel
 from kvstore_engine_adapter.page_pool import TORCH_DTYPES, PagePool
 from kvstore_engine_adapter.request_blocks import BlockSupply, RequestBlocks, Waits
-from kvstore_engine_adapter.sampling import Sampler
+from kvstore_engine_adapter.sampling import Sampler, log_probabilities
 from kvstore_engine_adapter.worker import ForwardWorker
 
 logger = logging.getLogger(__name__)
@@ -330,7 +330,7 @@ class _Sequence:
 
     async def run(self, max_tokens: int) -> AsyncGenerator[Event, None]:
         """Load, prefill, decode."""
-        sampler = Sampler(self._request.sampling)
+        sampler = Sampler(self._request.sampling, self._request.prompt)
         logits = await self._prefill()
         if self._request.wants_first_logits:
             self._report.first_logits = logits.cpu().numpy()
@@ -343,11 +343,16 @@ class _Sequence:
                 yield Finished("stop", self._report)
                 return
             self._report.output_tokens += 1
-            yield Token(token)
+            yield self._event(token, logits)
             if self._report.output_tokens == max_tokens:
                 yield Finished("length", self._report)
                 return
             logits = await self._decode(token)
+
+    def _event(self, token: int, logits: torch.Tensor) -> Token:
+        if self._request.logprobs is None:
+            return Token(token)
+        return Token(token, *log_probabilities(logits, token, self._request.logprobs))
 
     async def _prefill(self) -> torch.Tensor:
         block_tokens, prompt = self._block_tokens, self._request.prompt

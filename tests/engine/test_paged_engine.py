@@ -250,6 +250,16 @@ async def test_a_seed_repeats_a_sampled_answer_also_on_reused_blocks(tiny_bf16):
     assert first == second
 
 
+async def test_log_probabilities_come_with_the_tokens_if_asked_for(tiny_bf16, cold):
+    async with opened(tiny_bf16) as engine:
+        events = [event async for event in engine.generate(GenerateRequest(PROMPT, 4, logprobs=3))]
+    tokens = [event for event in events if isinstance(event, Token)]
+    assert [token.top_logprobs[0] for token in tokens] == [(token.token, token.logprob) for token in tokens]
+    assert {len(token.top_logprobs) for token in tokens} == {3}
+    first = torch.tensor(cold[tuple(PROMPT)][1].report.first_logits).double().log_softmax(0)
+    assert tokens[0].logprob == float(first[tokens[0].token])
+
+
 async def test_requests_that_arrive_together_are_answered_in_order(tiny_bf16, cold):
     finished = []
 
