@@ -15,7 +15,7 @@ from aiohttp import web
 
 from kvstore.errors import InvalidConfig
 from kvstore.tier import Tier
-from kvstore_engine_adapter.http_face import HttpFace
+from kvstore_engine_adapter.faces.http_face import HttpFace
 from kvstore_engine_adapter.model import LoadedModel, load_model
 from kvstore_engine_adapter.page_pool import TORCH_DTYPES
 from kvstore_engine_adapter.paged_engine import (

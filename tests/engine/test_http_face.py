@@ -15,8 +15,8 @@ import pytest
 from aiohttp import web
 
 from kvstore.errors import TierFull
+from kvstore_engine_adapter.faces.http_face import MAX_BODY_BYTES, HttpFace
 from kvstore_engine_adapter.generation import Prefilled, RequestReport, Token
-from kvstore_engine_adapter.http_face import MAX_BODY_BYTES, HttpFace
 from kvstore_engine_adapter.paged_engine import EngineSettings, PagedEngine
 
 LONG_TEXT = "The old pier burned down in 1847. " * 12
@@ -185,9 +185,26 @@ BAD = [
     (body(stream_options={"x": 1}), "unknown_parameter", "stream_options.x"),
     (body(stop=[""]), None, "stop"),
     (body(stop=["a"] * 5), None, "stop"),
-    (body(n=2), "unsupported_parameter", "n"),
+    (body(n=0), None, "n"),
+    (body(n=17), None, "n"),
+    (body(n=True), None, "n"),
     (body(tools=[{"type": "function"}]), "unsupported_parameter", "tools"),
-    (body(logprobs=True), "unsupported_parameter", "logprobs"),
+    (body(logprobs=1), None, "logprobs"),
+    (body(top_logprobs=3), None, "top_logprobs"),
+    (body(logprobs=True, top_logprobs=21), None, "top_logprobs"),
+    (body(min_p=1.5), None, "min_p"),
+    (body(presence_penalty=-3), None, "presence_penalty"),
+    (body(frequency_penalty="x"), None, "frequency_penalty"),
+    (body(repetition_penalty=0), None, "repetition_penalty"),
+    (body(priority=1 << 40), None, "priority"),
+    (body(stop_token_ids=[-1]), None, "stop_token_ids"),
+    (body(ignore_eos="no"), None, "ignore_eos"),
+    (body(logit_bias={"5": 1}), "unsupported_parameter", "logit_bias"),
+    (
+        body(messages=[{"role": "assistant", "content": "x", "tool_calls": [1]}]),
+        "unsupported_parameter",
+        "messages[0].tool_calls",
+    ),
     (body(response_format={"type": "json_object"}), "unsupported_parameter", "response_format"),
     (body(frobnicate=1), "unknown_parameter", "frobnicate"),
     (body(kvstore={"x": 1}), "unknown_parameter", "kvstore.x"),

@@ -1,0 +1,107 @@
+"""HttpFace: the engine's HTTP interface, in OpenAI's shapes."""
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from kvstore.errors import KVStoreError
+from kvstore_engine_adapter.faces.api_error import ApiError, api_error
+from kvstore_engine_adapter.faces.chat import ChatRoute
+from kvstore_engine_adapter.faces.completions import CompletionRoute
+from kvstore_engine_adapter.faces.event_stream import ClientGone
+from kvstore_engine_adapter.faces.models import ModelRoutes
+from kvstore_engine_adapter.faces.service import Service
+from kvstore_engine_adapter.paged_engine import PagedEngine
+from kvstore_engine_adapter.tokenizer import ModelTokenizer
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+MAX_BODY_BYTES = 4 << 20
+
+_PROMPT_PARAMS = {
+    "/v1/chat/completions": "messages",
+    "/v1/completions": "prompt",
+    "/v1/responses": "input",
+}
+
+
+class HttpFace:
+    """Routes of one engine, served by its ``runner``. A client that hangs up ends its request.
+
+    A client that does not read its stream for 10 seconds is dropped. ``close`` before the runner's clean-up
+    gives the requests under way their time.
+    """
+
+    def __init__(
+        self,
+        engine: PagedEngine,
+        tokenizer: ModelTokenizer,
+        *,
+        model_name: str,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._service = Service(engine, tokenizer, model_name=model_name, wall_clock=wall_clock)
+
+    def runner(self, *, max_body_bytes: int = MAX_BODY_BYTES, shutdown_s: float = 1.0) -> web.AppRunner:
+        """Return what serves the routes, not set up. ``shutdown_s``: half the time its clean-up may take."""
+        app = web.Application(client_max_size=max_body_bytes, middlewares=[_errors_in_openai_shape])
+        service = self._service
+        models = ModelRoutes(service)
+        routes: list[tuple[str, str, Handler]] = [
+            ("POST", "/v1/chat/completions", ChatRoute(service).answer),
+            ("POST", "/v1/completions", CompletionRoute(service).answer),
+            ("GET", "/v1/models", models.list),
+            ("GET", "/v1/models/{name:.+}", models.show),
+            ("GET", "/healthz", models.health),
+            ("GET", "/stats", models.stats),
+        ]
+        for method, path, answer in routes:
+            app.router.add_route(method, path, answer, expect_handler=_answer_expectation)
+        # Cancellation on: a client that hangs up ends its request.
+        return web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            auto_decompress=False,
+            shutdown_timeout=shutdown_s,
+        )
+
+    async def close(self, *, grace_s: float) -> None:
+        """Refuse new requests, give those under way ``grace_s`` seconds, then end them with an error."""
+        await self._service.closing_time.close(grace_s=grace_s)
+
+
+async def _answer_expectation(request: web.Request) -> web.Response | None:
+    """Send 100 Continue to a client that asks for it; refuse any other expectation."""
+    expectation = request.headers.get("Expect", "")
+    if expectation.lower() != "100-continue":
+        return _error_response(ApiError(417, f"Expect: {expectation[:40]!r} is not supported"))
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # what came before the status line does not count as sent
+    return None
+
+
+@web.middleware
+async def _errors_in_openai_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        return _error_response(ApiError(error.status, error.text or error.reason))
+    except (ApiError, KVStoreError, ArithmeticError) as error:
+        return _error_response(api_error(error, prompt_param=_PROMPT_PARAMS.get(request.path)))
+    except ClientGone as error:
+        logger.info("%s", error)
+        raise
+    except Exception as error:
+        logger.exception("%s %s failed", request.method, request.path)
+        return _error_response(api_error(error))
+
+
+def _error_response(error: ApiError) -> web.Response:
+    return web.json_response(error.body, status=error.status, headers=error.headers)
