@@ -108,7 +108,8 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of an answer: ``stop`` (an end token) or ``length``."""
+    """The end of an answer: ``stop`` (by the token ``end``, which is no part of it) or ``length``."""
 
     reason: str
     report: RequestReport
+    end: Token | None = None

@@ -340,7 +340,7 @@ class _Sequence:
         while True:
             token = sampler.choose(logits)
             if token in self._request.end_tokens:
-                yield Finished("stop", self._report)
+                yield Finished("stop", self._report, self._event(token, logits))
                 return
             self._report.output_tokens += 1
             yield self._event(token, logits)

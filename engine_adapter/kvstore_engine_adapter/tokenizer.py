@@ -75,9 +75,16 @@ class ModelTokenizer:
         self._bos_token = inner.token_to_id(bos) if adds_bos and bos else None
         self.end_tokens = end_tokens
         self._token_max_bytes = _token_max_bytes(inner)
-        self._added = frozenset(inner.get_added_tokens_decoder())
+        added = inner.get_added_tokens_decoder()
+        self._added = frozenset(added)
+        self._special = frozenset(token for token, entry in added.items() if entry.special)
         self._is_byte_level = isinstance(inner.decoder, decoders.ByteLevel)
         self._template = None if chat_template is None else _compiled(chat_template)
+
+    @property
+    def special_tokens(self) -> frozenset[int]:
+        """Tokens that stand for no text, such as ends and roles."""
+        return self._special
 
     @property
     def vocab_size(self) -> int:

@@ -159,8 +159,8 @@ class Answering:
                         self._add(Piece(choice.index))
                     case Token():
                         self._add(choice.push(event))
-                    case Finished(reason, _):
-                        self._add(choice.finish(reason))
+                    case Finished():
+                        self._add(choice.finish(event))
                 if choice.finish_reason is not None:
                     return
 

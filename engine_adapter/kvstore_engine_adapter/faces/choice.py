@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvstore_engine_adapter.generation import RequestReport, Token
+from kvstore_engine_adapter.generation import Finished, RequestReport, Token
 from kvstore_engine_adapter.tokenizer import TextStream
 
 
@@ -88,8 +88,8 @@ class Piece:
 class Choice:
     """One answer as it grows.
 
-    ``finish_reason`` is given at its end: ``stop`` or ``length``; ``has_stop_text`` is whether a stop text
-    ended it. A token is part of the answer if its text begins before the cut.
+    ``finish_reason`` is given at its end: ``stop`` or ``length``; ``end`` is the token that ended it, if one
+    did. A token is part of the answer if its text begins before the cut.
     """
 
     index: int
@@ -99,6 +99,7 @@ class Choice:
     tokens: list[AnswerToken] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
+    end: Token | None = None
     _decoded_chars: int = 0
     _held: list[AnswerToken] = field(default_factory=list)
 
@@ -117,10 +118,11 @@ class Choice:
         released = self.cut.push(text)
         return self._piece(released, "stop" if self.has_stop_text else None)
 
-    def finish(self, reason: str) -> Piece:
-        """End it for a reason of the engine's; returns the last piece."""
+    def finish(self, event: Finished) -> Piece:
+        """End it as the engine says; returns the last piece."""
+        self.end = event.end
         released = self.cut.finish(self.stream.finish())
-        return self._piece(released, "stop" if self.has_stop_text else reason)
+        return self._piece(released, "stop" if self.has_stop_text else event.reason)
 
     def _piece(self, released: str, reason: str | None) -> Piece:
         is_whole = reason is not None and not self.has_stop_text

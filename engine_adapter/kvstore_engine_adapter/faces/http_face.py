@@ -1,4 +1,4 @@
-"""HttpFace: the engine's HTTP interface, in OpenAI's shapes."""
+"""HttpFace: the engine's HTTP interface, in OpenAI's shapes and in TGI's."""
 
 import logging
 import time
@@ -13,6 +13,7 @@ from kvstore_engine_adapter.faces.completions import CompletionRoute
 from kvstore_engine_adapter.faces.event_stream import ClientGone
 from kvstore_engine_adapter.faces.models import ModelRoutes
 from kvstore_engine_adapter.faces.service import Service
+from kvstore_engine_adapter.faces.tgi import TGI_PATHS, TgiRoutes
 from kvstore_engine_adapter.paged_engine import PagedEngine
 from kvstore_engine_adapter.tokenizer import ModelTokenizer
 
@@ -48,14 +49,19 @@ class HttpFace:
 
     def runner(self, *, max_body_bytes: int = MAX_BODY_BYTES, shutdown_s: float = 1.0) -> web.AppRunner:
         """Return what serves the routes, not set up. ``shutdown_s``: half the time its clean-up may take."""
-        app = web.Application(client_max_size=max_body_bytes, middlewares=[_errors_in_openai_shape])
+        app = web.Application(client_max_size=max_body_bytes, middlewares=[_errors_in_shape])
         service = self._service
-        models = ModelRoutes(service)
+        models, tgi = ModelRoutes(service), TgiRoutes(service)
         routes: list[tuple[str, str, Handler]] = [
             ("POST", "/v1/chat/completions", ChatRoute(service).answer),
             ("POST", "/v1/completions", CompletionRoute(service).answer),
             ("GET", "/v1/models", models.list),
             ("GET", "/v1/models/{name:.+}", models.show),
+            ("POST", "/generate", tgi.generate),
+            ("POST", "/generate_stream", tgi.generate_stream),
+            ("POST", "/", tgi.compatible),
+            ("GET", "/info", tgi.info),
+            ("GET", "/health", models.health),
             ("GET", "/healthz", models.health),
             ("GET", "/stats", models.stats),
         ]
@@ -79,29 +85,33 @@ async def _answer_expectation(request: web.Request) -> web.Response | None:
     """Send 100 Continue to a client that asks for it; refuse any other expectation."""
     expectation = request.headers.get("Expect", "")
     if expectation.lower() != "100-continue":
-        return _error_response(ApiError(417, f"Expect: {expectation[:40]!r} is not supported"))
+        return _error_response(request, ApiError(417, f"Expect: {expectation[:40]!r} is not supported"))
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     request.writer.output_size = 0  # what came before the status line does not count as sent
     return None
 
 
 @web.middleware
-async def _errors_in_openai_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _errors_in_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer what fails in the shape that the path's clients expect."""
     try:
         return await handler(request)
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        return _error_response(ApiError(error.status, error.text or error.reason))
+        return _error_response(request, ApiError(error.status, error.text or error.reason))
     except (ApiError, KVStoreError, ArithmeticError) as error:
-        return _error_response(api_error(error, prompt_param=_PROMPT_PARAMS.get(request.path)))
+        shown = api_error(error, prompt_param=_PROMPT_PARAMS.get(request.path))
+        return _error_response(request, shown)
     except ClientGone as error:
         logger.info("%s", error)
         raise
     except Exception as error:
         logger.exception("%s %s failed", request.method, request.path)
-        return _error_response(api_error(error))
+        return _error_response(request, api_error(error))
 
 
-def _error_response(error: ApiError) -> web.Response:
+def _error_response(request: web.Request, error: ApiError) -> web.Response:
+    if request.path in TGI_PATHS:
+        return web.json_response(error.tgi_body, status=error.tgi_status, headers=error.headers)
     return web.json_response(error.body, status=error.status, headers=error.headers)
