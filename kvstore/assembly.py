@@ -12,23 +12,29 @@ from kvstore.erasing import Encryption
 from kvstore.errors import InvalidConfig
 from kvstore.manager import BlockManager
 from kvstore.policy import policy_named
+from kvstore.record_store import RecordStore
+from kvstore.record_truth import LocalTruth, RecordTruth
 from kvstore.state import ManagerSettings, WriteMode
 from kvstore.tier import Tier
 from kvstore_tiers.dram import DramTier
+from kvstore_tiers.record_codec import PlainCodec, RecordCodec
+from kvstore_tiers.record_local import LocalRecords
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A manager and its top tier, whose arena the server shares with clients."""
+    """A manager and its top tier, whose arena the server shares with clients; and the records beside them."""
 
     manager: BlockManager
     dram: DramTier
+    records: RecordStore
 
 
 def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> Store:
-    """Build a store that is not open yet: ``await store.manager.open()`` opens its tiers.
+    """Build a store that is not open yet: ``await store.manager.open()`` opens its tiers, then
+    ``await store.records.open()`` its records.
 
     Blocks on the files of secrets that the configuration names.
 
@@ -76,7 +82,7 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
         encryption=encryption,
         clock=clock,
     )
-    return Store(manager, dram)
+    return Store(manager, dram, _records(config, clock))
 
 
 def _warn_of_exposed_secrets(config: Config) -> None:
@@ -87,6 +93,35 @@ def _warn_of_exposed_secrets(config: Config) -> None:
     for key, place in places.items():
         if place is not None and place.is_readable_by_others:
             logger.warning("%s: %s: others may read it: chmod 600 %s", key, place, place.file)
+
+
+def _records(config: Config, clock: Callable[[], float]) -> RecordStore:
+    capacity_bytes = config.store.records_bytes
+    if not capacity_bytes:
+        return RecordStore(None, clock=clock)
+    codec: RecordCodec = PlainCodec()
+    local = _local_records(config, codec, clock)
+    quota_bytes = int(capacity_bytes * config.store.namespace_quota_ratio)
+    truth: RecordTruth = LocalTruth(local, codec, capacity_bytes, quota_bytes, clock)
+    return RecordStore(truth, clock=clock)
+
+
+def _local_records(config: Config, codec: RecordCodec, clock: Callable[[], float]) -> LocalRecords:
+    capacity_bytes, ssd = config.store.records_bytes, config.ssd
+    if ssd is None:
+        return LocalRecords(None, capacity_bytes=capacity_bytes, clock=clock, wall_s=time.time)
+    with _packages_of(ssd.section):
+        # Only a store with such a tier needs its package.
+        from kvstore_tiers.record_disk import RecordDisk
+
+    folder = ssd.path[0] / "records"
+    return LocalRecords(
+        lambda: RecordDisk.open(folder, capacity_bytes=capacity_bytes, is_sealed=codec.is_sealed),
+        where=f"folder {folder}",
+        capacity_bytes=capacity_bytes,
+        clock=clock,
+        wall_s=time.time,
+    )
 
 
 def _ssd_tier(config: SsdConfig, *, is_sealed: bool = False) -> Tier:

@@ -34,7 +34,10 @@ async def serving(
     """
     store = assemble(config)
     server = StoreServer(
-        store.manager, socket_path=socket_path, max_connections=config.server.max_connections
+        store.manager,
+        records=store.records,
+        socket_path=socket_path,
+        max_connections=config.server.max_connections,
     )
     face = None if config.http is None else _http_face(config, config.http, store, server)
     async with contextlib.AsyncExitStack() as stack:
@@ -47,6 +50,8 @@ async def serving(
             server.http_url = face.url
         stack.push_async_callback(store.manager.close)
         await store.manager.open()
+        stack.push_async_callback(store.records.close)
+        await store.records.open()
         stack.push_async_callback(server.stop)
         server.start(store.dram.arena.fd)
         if face is not None:
@@ -78,6 +83,7 @@ def _http_face(config: Config, http: HttpConfig, store: Store, server: StoreServ
         doors=Doors.make(http),
         lease_s=config.store.lease_s,
         server_stats=server.counters.as_dict,
+        records=store.records,
     )
 
 

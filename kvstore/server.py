@@ -22,6 +22,7 @@ from kvstore.messages import (
     decode_request,
     encode_message,
 )
+from kvstore.record_store import RecordStore
 from kvstore.server_address import parse_address
 from kvstore.server_socket import BACKLOG, listening_socket
 from kvstore.serving import MAX_IN_FLIGHT, Connection, ServerCounters
@@ -42,18 +43,20 @@ class StoreServer:
     """Serves one manager on one event loop.
 
     ``listen`` takes the socket before anything of the store is touched; until ``start``, whoever connects is
-    told at once that the store is starting. The manager is opened between the two and closed after ``stop``
-    by whoever owns it.
+    told at once that the store is starting. The manager and the records are opened between the two and closed
+    after ``stop`` by whoever owns them.
     """
 
     def __init__(
         self,
         manager: BlockManager,
         *,
+        records: RecordStore | None = None,
         socket_path: str | os.PathLike[str] | None = None,
         max_connections: int = 256,
     ) -> None:
         self._manager = manager
+        self._records = records or RecordStore(None)
         self._arena_fd: int | None = None
         self._reading_fd: int | None = None
         self._socket_path = socket_path
@@ -207,6 +210,7 @@ class StoreServer:
     async def _hand_over(self, sock: socket.socket, decoder: FrameDecoder) -> None:
         connection = Connection(
             self._manager,
+            self._records,
             decoder,
             counters=self.counters,
             malformed=self._malformed,

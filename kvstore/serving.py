@@ -72,6 +72,8 @@ from kvstore.messages import (
     decode_request,
     encode_message,
 )
+from kvstore.record_answers import RECORD_REQUESTS, answer_about_records
+from kvstore.record_store import RecordStore
 from kvstore.results import LeaseId, Owner, Reserved
 from kvstore.tier import Slot
 from kvstore.wire import Frame, FrameDecoder
@@ -142,6 +144,7 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(
         self,
         manager: BlockManager,
+        records: RecordStore,
         decoder: FrameDecoder,
         *,
         counters: ServerCounters,
@@ -150,6 +153,7 @@ class Connection(asyncio.BufferedProtocol):
         on_end: Callable[["Connection"], None],
     ) -> None:
         self._manager = manager
+        self._records = records
         self._decoder = decoder
         self._counters = counters
         self._malformed = malformed
@@ -360,6 +364,8 @@ class Connection(asyncio.BufferedProtocol):
             self._send(answer, request_id)
 
     async def _answer(self, request: Request) -> Answer:
+        if isinstance(request, RECORD_REQUESTS):
+            return await answer_about_records(self._records, request)
         match request:
             case Match(about, timeout_us):
                 found = await self._manager.match(about.chain, part=about.part, timeout_s=timeout_us / 1e6)
@@ -513,7 +519,11 @@ class Connection(asyncio.BufferedProtocol):
         return listed
 
     def _report(self) -> Report:
-        stats = {**self._manager.stats(), "server": self._counters.as_dict()}
+        stats = {
+            **self._manager.stats(),
+            "records": self._records.stats(),
+            "server": self._counters.as_dict(),
+        }
         return Report(json.dumps(stats).encode())
 
     def _refuse(self, error: KVStoreError, request_id: int) -> None:

@@ -19,6 +19,7 @@ from kvstore.http.protocol import MAX_HEADER_BYTES, Protocol
 from kvstore.http.service import HttpService, name_answer
 from kvstore.log_limit import LimitedWarning
 from kvstore.manager import BlockManager
+from kvstore.record_store import RecordStore
 from kvstore.tier import SlotTier
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class HttpFace:
         doors: Doors | None = None,
         lease_s: float = 30.0,
         server_stats: Callable[[], Mapping[str, object]] = dict,
+        records: RecordStore | None = None,
     ) -> None:
         self._doors = doors or Doors()
         self._limits = limits or Limits()
@@ -64,6 +66,7 @@ class HttpFace:
             lease_s=lease_s,
             server_stats=server_stats,
             gate_stats=self._doors.gate.counters.as_dict,
+            records=records or RecordStore(None),
             document=openapi_document(),
         )
         self._dispatcher = Dispatcher(self._service, self._doors.gate)
