@@ -328,7 +328,7 @@ async def raw_answer(client, data):
     url = client._session._base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
     content = json.dumps(data).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(content)}\r\n\r\n"
     writer.write(head.encode() + content)
     try:
         async with asyncio.timeout(30):

@@ -1,6 +1,7 @@
 """ChatRequest: a ``/v1/chat/completions`` body, checked."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore_engine_adapter.faces.api_error import ApiError
@@ -15,6 +16,7 @@ from kvstore_engine_adapter.faces.sampling_fields import (
 from kvstore_engine_adapter.tokenizer import ChatMessage
 
 MAX_MESSAGES = 4096
+SESSION_HEADER = "KVStore-Session"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -64,6 +66,26 @@ def parse_chat_request(body: bytes) -> ChatRequest:
         wants_tokens=wants_first_logits or extra.boolean("output_tokens"),
         session=_session(extra),
     )
+
+
+def with_session_header(chat: ChatRequest, values: Sequence[str]) -> ChatRequest:
+    """Return the request with the session that a header names, where the body names none.
+
+    Raises:
+        ApiError: 400: several headers, one that is not what the body says, or a session with several choices.
+    """
+    if values:
+        named = chat.session or SessionChoice(values[0])
+        if set(values) != {named.name}:
+            raise ApiError(
+                400,
+                f"{SESSION_HEADER} must be one header, and the same as kvstore.session",
+                param="kvstore.session",
+            )
+        chat = dataclasses.replace(chat, session=named)
+    if chat.session is not None and chat.plan.num_choices > 1:
+        raise ApiError(400, "n must be 1 in a session: it goes on with one answer", param="n")
+    return chat
 
 
 def read_messages(fields: Fields) -> tuple[ChatMessage, ...]:

@@ -3,16 +3,25 @@
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 from aiohttp import web
 
 from kvstore.errors import KVStoreError
+from kvstore.gate import Gate
 from kvstore_engine_adapter.faces.api_error import ApiError, api_error
+from kvstore_engine_adapter.faces.callers import Callers
 from kvstore_engine_adapter.faces.chat import ChatRoute
 from kvstore_engine_adapter.faces.completions import CompletionRoute
 from kvstore_engine_adapter.faces.event_stream import ClientGone
+from kvstore_engine_adapter.faces.memory_records import MemoryRecords
 from kvstore_engine_adapter.faces.models import ModelRoutes
+from kvstore_engine_adapter.faces.record_access import RecordAccess, Records, SessionLimits
+from kvstore_engine_adapter.faces.responses import ResponseRoutes
 from kvstore_engine_adapter.faces.service import Service
+from kvstore_engine_adapter.faces.session_routes import SessionRoutes
+from kvstore_engine_adapter.faces.sessions import Sessions
+from kvstore_engine_adapter.faces.stored_responses import StoredResponses
 from kvstore_engine_adapter.faces.tgi import TGI_PATHS, TgiRoutes
 from kvstore_engine_adapter.paged_engine import PagedEngine
 from kvstore_engine_adapter.tokenizer import ModelTokenizer
@@ -30,6 +39,20 @@ _PROMPT_PARAMS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class FaceDoors:
+    """Who gets in, and where what callers own is kept.
+
+    ``gate`` None lets in all that no web page can have sent; ``records`` None keeps sessions and responses in
+    memory. ``salt`` is that of the records of whoever runs the engine.
+    """
+
+    gate: Gate | None = None
+    records: Records | None = None
+    limits: SessionLimits = field(default_factory=SessionLimits)
+    salt: bytes = b""
+
+
 class HttpFace:
     """Routes of one engine, served by its ``runner``. A client that hangs up ends its request.
 
@@ -43,19 +66,38 @@ class HttpFace:
         tokenizer: ModelTokenizer,
         *,
         model_name: str,
+        doors: FaceDoors | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        doors = doors or FaceDoors()
+        access = RecordAccess(doors.records or MemoryRecords(), doors.limits)
+        self._callers = Callers(doors.gate or Gate(None), salt=doors.salt)
         self._service = Service(engine, tokenizer, model_name=model_name, wall_clock=wall_clock)
+        self._sessions = Sessions(access, wall_clock=wall_clock)
+        self._stored = StoredResponses(access)
 
     def runner(self, *, max_body_bytes: int = MAX_BODY_BYTES, shutdown_s: float = 1.0) -> web.AppRunner:
         """Return what serves the routes, not set up. ``shutdown_s``: half the time its clean-up may take."""
-        app = web.Application(client_max_size=max_body_bytes, middlewares=[_errors_in_shape])
+        app = web.Application(
+            client_max_size=max_body_bytes, middlewares=[_errors_in_shape, self._admit_callers]
+        )
         service = self._service
+        responses = ResponseRoutes(service, self._stored)
+        sessions = SessionRoutes(self._sessions)
         models, tgi = ModelRoutes(service), TgiRoutes(service)
         routes: list[tuple[str, str, Handler]] = [
-            ("POST", "/v1/chat/completions", ChatRoute(service).answer),
+            ("POST", "/v1/chat/completions", ChatRoute(service, self._sessions).answer),
             ("POST", "/v1/completions", CompletionRoute(service).answer),
-            ("GET", "/v1/models", models.list),
+            ("POST", "/v1/responses", responses.create),
+            ("GET", "/v1/responses/{id}", responses.show),
+            ("DELETE", "/v1/responses/{id}", responses.delete),
+            ("GET", "/v1/responses/{id}/input_items", responses.items),
+            ("POST", "/v1/sessions", sessions.create),
+            ("GET", "/v1/sessions", sessions.show_all),
+            ("GET", "/v1/sessions/{name}", sessions.show),
+            ("DELETE", "/v1/sessions/{name}", sessions.delete),
+            ("POST", "/v1/sessions/{name}/fork", sessions.fork),
+            ("GET", "/v1/models", models.show_all),
             ("GET", "/v1/models/{name:.+}", models.show),
             ("POST", "/generate", tgi.generate),
             ("POST", "/generate_stream", tgi.generate_stream),
@@ -75,6 +117,11 @@ class HttpFace:
             auto_decompress=False,
             shutdown_timeout=shutdown_s,
         )
+
+    @web.middleware
+    async def _admit_callers(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self._callers.admit(request)
+        return await handler(request)
 
     async def close(self, *, grace_s: float) -> None:
         """Refuse new requests, give those under way ``grace_s`` seconds, then end them with an error."""

@@ -11,7 +11,7 @@ class ModelRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def list(self, _request: web.Request) -> web.Response:
+    async def show_all(self, _request: web.Request) -> web.Response:
         """Answer with the one model."""
         return web.json_response({"object": "list", "data": [self._model()]})
 

@@ -38,11 +38,11 @@ class FaceServer:
 
 
 @contextlib.asynccontextmanager
-async def face_server(model, *, max_body_bytes=65536, face_options=None, **settings):
+async def face_server(model, *, max_body_bytes=65536, doors=None, **settings):
     """Serve a model inside the block."""
     engine = PagedEngine(model, EngineSettings(**{"max_model_tokens": 1024} | settings))
     await engine.open()
-    face = HttpFace(engine, model.tokenizer, model_name="tiny", **face_options or {})
+    face = HttpFace(engine, model.tokenizer, model_name="tiny", doors=doors)
     runner = face.runner(max_body_bytes=max_body_bytes)
     await runner.setup()
     try:
