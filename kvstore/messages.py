@@ -185,7 +185,7 @@ def decode_request(frame: Frame) -> Request:
 
     Raises:
         ProtocolMismatch: it is none, or malformed.
-        InvalidRequest: it is well-formed and names a block twice.
+        InvalidRequest: it is well-formed and names a block twice, or what can be no record.
     """
     kind = _REQUESTS.get(frame.kind)
     if kind is None:

@@ -24,6 +24,9 @@ _MAX_PENDING = 1024
 _SWEEP_S = 1.0
 _CLOSE_S = 5.0
 _ERASE_S = 2.0
+_LEAST_S = 0.05
+"""What a call is given at least: with less, not even what is in memory could be looked at."""
+
 _OFF = "this store keeps no records: set records_bytes of [store]"
 
 
@@ -40,6 +43,7 @@ class RecordStore:
         self._pending_bytes = 0
         self._sweeper: asyncio.Task[None] | None = None
         self._is_open = False
+        self._unerased: set[TenantId] = set()
         self._puts: Counter[str] = Counter()
         self._gets: Counter[str] = Counter()
         self._absent: Counter[str] = Counter()
@@ -142,14 +146,19 @@ class RecordStore:
         return await self._within(truth.names(query, deadline_s=deadline_s), timeout_s)
 
     async def erase(self, tenant: TenantId) -> tuple[int, list[str]]:
-        """Forget those of a tenant that can be reached in time; returns how many, and what could not be."""
+        """Forget those of a tenant's records whose key is gone; returns how many, and what is tried again."""
         if self._truth is None:
             return 0, []
         try:
             work = self._truth.erase(tenant, deadline_s=self._clock() + _ERASE_S)
-            return await self._within(work, _ERASE_S)
+            count, problems = await self._within(work, _ERASE_S)
         except KVStoreError as error:
-            return 0, [f"records: {error}"]
+            count, problems = 0, [str(error)]
+        if problems:
+            self._unerased.add(tenant)
+        else:
+            self._unerased.discard(tenant)
+        return count, problems
 
     def stats(self) -> dict[str, object]:
         """Return what there is and what happened, ready for JSON."""
@@ -186,7 +195,7 @@ class RecordStore:
         self._pending.add(task)
         self._pending_bytes += num_bytes
         task.add_done_callback(lambda ended: self._end(ended, num_bytes))
-        await asyncio.wait([task], timeout=timeout_s)
+        await asyncio.wait([task], timeout=max(_LEAST_S, timeout_s))
         if not task.done():
             raise TimedOut(f"records: not done within {timeout_s:g} s, it goes on")
         return task.result()
@@ -204,5 +213,7 @@ class RecordStore:
             await asyncio.sleep(_SWEEP_S)
             try:
                 await self._truth.sweep()
+                for tenant in list(self._unerased):
+                    await self.erase(tenant)
             except Exception:
                 logger.exception("records: forgetting what is over failed; it is tried again")

@@ -95,7 +95,10 @@ class RecordTruth(Protocol):
         """Return records by name. Raises TierUnavailable if it is not known which there are."""
 
     async def erase(self, tenant: TenantId, *, deadline_s: float) -> tuple[int, list[str]]:
-        """Forget a tenant's records: how many, and a line for each place that could not be reached."""
+        """Forget those of a tenant's records whose key is gone.
+
+        Returns how many, and a line for each place that could not be reached.
+        """
 
     async def sweep(self) -> None:
         """Forget what is over. To be called every few seconds."""
@@ -150,11 +153,13 @@ class LocalTruth:
 
     async def open(self) -> None:
         """Read what earlier runs left."""
+        self.codec.open()
         await self.local.open()
 
     async def close(self) -> None:
         """Finish what is under way."""
         await self.local.close()
+        await self.codec.close()
 
     async def put(self, put: RecordPut, named: Named, *, deadline_s: float) -> RecordWrite:
         """Store a record, if the condition holds and there is room."""
@@ -201,7 +206,7 @@ class LocalTruth:
             return RecordWrite(RecordOutcome.FULL, problem="the disk is full")
         if status is Kept.UNAVAILABLE:
             return unavailable(self.local.trouble, is_doubtful=True)
-        if not self.codec.is_live(record):
+        if not self.codec.is_live((record.head, record.name)):
             await self.local.forget([named.local_key], RecordAbsence.ERASED)
             return unavailable("its tenant was erased meanwhile")
         self._index.note(named.tenant, named.key, named.id)
@@ -262,19 +267,18 @@ class LocalTruth:
             raise TierUnavailable(f"records: {self.local.trouble}")
         now_s = self.clock()
         live = [at for at in self.local.of_tenant(query.tenant) if at.deadline_s > now_s]
-        return await listed(
-            query,
-            [(at.head, at.name) for at in live],
-            [at.deadline_s - now_s for at in live],
-            index=self._index,
-            deadline_s=deadline_s,
-            is_current=True,
-        )
+        entries = [(at.head, at.name) for at in live]
+        left_s = {at.head.id: at.deadline_s - now_s for at in live}
+        chosen = await picked(query, entries, index=self._index, deadline_s=deadline_s)
+        return [
+            RecordInfo(name, head.version, head.value_bytes, left_s[head.id])
+            for name, head in chosen[: query.limit]
+        ]
 
     async def erase(self, tenant: TenantId, *, deadline_s: float) -> tuple[int, list[str]]:
-        """Forget a tenant's records."""
+        """Forget those of a tenant's records whose key is gone."""
         self._index.forget(tenant)
-        return await erase_local(self.local, tenant)
+        return await erase_local(self.local, self.codec, tenant)
 
     async def sweep(self) -> None:
         """Forget records whose time is over."""
@@ -313,34 +317,28 @@ def over_quota(quota_bytes: int) -> RecordWrite:
     )
 
 
-async def listed(
-    query: ListQuery,
-    entries: Sequence[Entry],
-    left_s: Sequence[float],
-    *,
-    index: NameIndex,
-    deadline_s: float,
-    is_current: bool,
-) -> list[RecordInfo]:
-    """Return those entries that a listing asks for, by name; ``left_s`` is the time left of each."""
+async def picked(
+    query: ListQuery, entries: Sequence[Entry], *, index: NameIndex, deadline_s: float
+) -> list[tuple[str, RecordHead]]:
+    """Return those entries that a listing asks for, in the order of their names, more than its limit too."""
     names = await index.names_of(query.tenant, entries, deadline_s=deadline_s)
 
-    def pick() -> list[RecordInfo]:
+    def pick() -> list[tuple[str, RecordHead]]:
         found = [
-            RecordInfo(name[1], head.version, head.value_bytes, left, is_current)
-            for name, (head, _), left in zip(names, entries, left_s, strict=True)
+            (name[1], head)
+            for name, (head, _) in zip(names, entries, strict=True)
             if name is not None and query.picks(name)
         ]
-        return sorted(found, key=lambda info: info.name)[: query.limit]
+        return sorted(found, key=lambda item: item[0])
 
     return await asyncio.to_thread(pick)
 
 
-async def erase_local(local: LocalRecords, tenant: TenantId) -> tuple[int, list[str]]:
-    """Forget a tenant's records on this node; returns how many, and what could not be done."""
+async def erase_local(local: LocalRecords, codec: RecordCodec, tenant: TenantId) -> tuple[int, list[str]]:
+    """Forget records whose key is gone on this node; returns how many, and what could not be done."""
     if not await local.ready():
         return 0, [f"records: {local.trouble}"]
-    keys = [at.key for at in local.of_tenant(tenant)]
+    keys = [at.key for at in local.of_tenant(tenant) if not codec.is_live((at.head, at.name))]
     if await local.forget(keys, RecordAbsence.ERASED) is not Kept.OK:
         return 0, ["records: the disk does not take the erasure now"]
     return len(keys), []

@@ -80,6 +80,9 @@ class RecordAbsence(enum.Enum):
     ERASED = "erased"
     """Its tenant was erased: the key that it was encrypted under is gone."""
 
+    LOST = "lost"
+    """The remote server has lost it: evicted, or restarted or failed over without it."""
+
     UNREADABLE = "unreadable"
     """It is encrypted and this store's are not, or the other way round."""
 

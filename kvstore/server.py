@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 
 from kvstore.arena_view import open_read_only
-from kvstore.errors import ProtocolMismatch, ServerUnavailable
+from kvstore.errors import InvalidRequest, ProtocolMismatch, ServerUnavailable
 from kvstore.late_work import LateWork
 from kvstore.log_limit import LimitedWarning
 from kvstore.manager import BlockManager
@@ -265,7 +265,10 @@ class StoreServer:
             if not data:
                 raise ServerUnavailable("client: gone before its greeting")
             decoder.feed(data)
-        request = decode_request(frame)
+        try:
+            request = decode_request(frame)
+        except InvalidRequest as error:
+            raise ProtocolMismatch(f"{error}, before the greeting") from error
         if not isinstance(request, Hello):
             raise ProtocolMismatch(f"message: {type(request).__name__} before the greeting")
         return request

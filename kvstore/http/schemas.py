@@ -363,6 +363,7 @@ ERASE_ANSWER = _object(
         "blocks": {"type": "object", "description": "Blocks that were forgotten, by tier."},
         "leased_blocks": _count("Of them, those that are overwritten when their leases end."),
         "problems": _list({"type": "string"}, most=64, text="What is tried again."),
+        "records": _count("Records that were removed."),
     },
     "is_complete",
     "keys",

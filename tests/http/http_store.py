@@ -17,6 +17,7 @@ from kvstore.layout import KVLayout
 from kvstore.manager import BlockManager
 from kvstore.state import ManagerSettings
 from kvstore_tiers.dram import DramTier
+from tests.records import memory_records
 
 BLOCK_BYTES = 8192
 BLOCK_TOKENS = 4
@@ -149,6 +150,7 @@ class HttpStore:
 async def http_store(*lower, blocks=64, limits=None, doors=None, is_started=True, lease_s=30.0, **settings):
     """Run a store with a face; afterwards nothing may be held by anyone, and every invariant holds."""
     dram = DramTier(capacity_bytes=blocks * BLOCK_BYTES)
+    records = memory_records()
     manager = BlockManager(dram, lower, settings=ManagerSettings(timeout_s=5.0, lease_s=lease_s, **settings))
     face = HttpFace(
         manager,
@@ -157,9 +159,11 @@ async def http_store(*lower, blocks=64, limits=None, doors=None, is_started=True
         limits=limits or Limits(),
         doors=doors or Doors(),
         lease_s=lease_s,
+        records=records,
     )
     await face.listen()
     await manager.open()
+    await records.open()
     if is_started:
         face.start()
     try:
@@ -171,4 +175,5 @@ async def http_store(*lower, blocks=64, limits=None, doors=None, is_started=True
         assert face.counters.errors["internal"] == 0
     finally:
         await face.stop()
+        await records.close()
         await manager.close()

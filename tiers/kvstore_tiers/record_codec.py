@@ -44,6 +44,12 @@ class RecordCodec(Protocol):
     def is_sealed(self) -> bool:
         """Whether records are encrypted."""
 
+    def open(self) -> None:
+        """Make it usable. Idempotent."""
+
+    async def close(self) -> None:
+        """Finish what is under way. Idempotent."""
+
     async def make(self, tenant: TenantId, draft: Draft, *, deadline_s: float) -> StoredRecord | None:
         """Return the stored form; None if there is no key for it in time."""
 
@@ -55,8 +61,8 @@ class RecordCodec(Protocol):
     ) -> list[tuple[str, str] | None]:
         """Return collection and name of each entry; None where they cannot be read."""
 
-    def is_live(self, record: StoredRecord) -> bool:
-        """Return whether the record can be read still: its key was not erased since it was made."""
+    def is_live(self, entry: Entry) -> bool:
+        """Return whether a record can be read still: its key was not erased since it was made."""
 
 
 class PlainCodec:
@@ -66,6 +72,12 @@ class PlainCodec:
     def is_sealed(self) -> bool:
         """False."""
         return False
+
+    def open(self) -> None:
+        """Do nothing."""
+
+    async def close(self) -> None:
+        """Do nothing."""
 
     async def make(self, tenant: TenantId, draft: Draft, *, deadline_s: float) -> StoredRecord | None:
         """Return the stored form."""
@@ -81,7 +93,7 @@ class PlainCodec:
         """Return collection and name of each entry."""
         return [None if head.is_sealed else names_or_none(name) for head, name in entries]
 
-    def is_live(self, record: StoredRecord) -> bool:
+    def is_live(self, entry: Entry) -> bool:
         """Return True."""
         return True
 

@@ -151,6 +151,15 @@ class StoredRecord(NamedTuple):
         return cls(head, name, body)
 
 
+def tombstone(record_id: bytes) -> StoredRecord:
+    """Return the mark that stands for a record which was dropped."""
+    nothing = checksum(b"")
+    head = RecordHead(
+        record_id, 0, bytes(TOKEN_BYTES), 0, 0, name_sum=nothing, body_sum=nothing, is_dropped=True
+    )
+    return StoredRecord(head, b"", b"")
+
+
 def unpack_entry(data: bytes) -> tuple[RecordHead, bytes]:
     """Return head and name part of an entry.
 

@@ -183,6 +183,10 @@ class LocalRecords:
         """Return a tenant's records, also those whose time is over."""
         return list(self._by_tenant.get(tenant, {}).values())
 
+    def all(self) -> list[LocalRecord]:
+        """Return every record, those of a tenant together."""
+        return [record for theirs in self._by_tenant.values() for record in theirs.values()]
+
     def oldest(self, room_bytes: int) -> list[LocalRecord]:
         """Return the records that were kept first and count for that much together."""
         chosen: list[LocalRecord] = []
