@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore_engine_adapter.load_policy import FREE_TIER
 from kvstore_engine_adapter.request_blocks import LoadedPrefix
 from kvstore_engine_adapter.sampling import SamplingParams
 
@@ -74,8 +75,9 @@ class RequestReport:
     ``matched_tokens`` were not computed; ``tokens_by_tier`` says where they came from. ``found_tokens`` were
     stored (more than matched if loading was skipped or late). ``miss_reason`` says why the first block that
     was computed was not reused; None if every full block before the last token was. Seconds: ``queue_s``
-    before its turn, ``load_s`` for match and load, ``prefill_s`` to the first token's logits, ``ttft_s`` from
-    arrival to the first token. ``first_logits`` is ``[vocab]`` float32 if it was asked for.
+    before it got a seat, ``load_s`` for match and load, ``prefill_s`` from then to the first token's logits,
+    ``ttft_s`` from arrival to the first token. ``preemptions`` counts how often it lost its seat to another
+    request. ``first_logits`` is ``[vocab]`` float32 if it was asked for.
     """
 
     prompt_tokens: int
@@ -88,7 +90,16 @@ class RequestReport:
     load_s: float = 0.0
     prefill_s: float = 0.0
     ttft_s: float = 0.0
+    preemptions: int = 0
     first_logits: npt.NDArray[np.float32] | None = None
+
+    def note_joined(self, tokens: int, *, is_all: bool) -> None:
+        """Count tokens that another request computed meanwhile; ``is_all`` if no full block is left."""
+        self.matched_tokens += tokens
+        self.found_tokens = max(self.found_tokens, self.matched_tokens)
+        self.tokens_by_tier[FREE_TIER] = self.tokens_by_tier.get(FREE_TIER, 0) + tokens
+        if is_all:
+            self.miss_reason = None
 
     def note_prefix(self, prefix: LoadedPrefix, block_tokens: int) -> None:
         """Take over what loading found."""

@@ -77,6 +77,11 @@ class Sampler:
         self._chosen: Counter[int] = Counter()
         self._seen = set(prompt) if params.repetition_penalty != 1.0 else set[int]()
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it takes the largest logit, whatever came before."""
+        return self._params.temperature == 0.0 and not self._params.has_penalties
+
     def choose(self, logits: torch.Tensor) -> int:
         """Return the next token for logits ``[vocab]``, float32.
 
@@ -84,7 +89,7 @@ class Sampler:
             ArithmeticError: the logits hold NaN or infinity; the weights or the kernels are broken.
         """
         if not math.isfinite(float(logits.sum())):
-            raise ArithmeticError("the model produced logits that are not finite")
+            raise _not_finite()
         if self._params.has_penalties:
             logits = self._penalised(logits)
         token = int(logits.argmax()) if self._params.temperature == 0.0 else self._drawn(logits)
@@ -96,11 +101,9 @@ class Sampler:
     def _drawn(self, logits: torch.Tensor) -> int:
         params = self._params
         scaled = logits.cpu().double() / params.temperature
-        kept, tokens = scaled.sort(descending=True, stable=True)
-        if params.min_p:
-            # The first always stays: a logarithm of at most 0 is added to its own value.
-            count = int((kept >= kept[0] + math.log(params.min_p)).sum())
-            kept, tokens = kept[:count], tokens[:count]
+        if not (params.min_p or params.top_k or params.top_p < 1.0):
+            return int(torch.multinomial(scaled.softmax(0), 1, generator=self._generator))
+        kept, tokens = self._likeliest(scaled)
         if params.top_k:
             kept, tokens = kept[: params.top_k], tokens[: params.top_k]
         probabilities = kept.softmax(0)
@@ -110,6 +113,19 @@ class Sampler:
             probabilities, tokens = probabilities[:count], tokens[:count]
         drawn = torch.multinomial(probabilities, 1, generator=self._generator)
         return int(tokens[drawn])
+
+    def _likeliest(self, scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits in falling order and their tokens: all that min-p keeps, or as many as top-k needs.
+
+        Sorting a whole vocabulary takes milliseconds, and most cuts leave a few tokens.
+        """
+        params = self._params
+        floor = scaled.max() + math.log(params.min_p) if params.min_p else scaled.min()
+        if 0 < params.top_k < len(scaled):
+            floor = torch.maximum(floor, scaled.topk(params.top_k).values[-1])
+        tokens = (scaled >= floor).nonzero().squeeze(1)
+        kept, order = scaled[tokens].sort(descending=True, stable=True)
+        return kept, tokens[order]
 
     def _penalised(self, logits: torch.Tensor) -> torch.Tensor:
         params, changed = self._params, logits.cpu().double()
@@ -124,6 +140,28 @@ class Sampler:
             times = torch.tensor(list(self._chosen.values()), dtype=torch.float64)
             changed[tokens] -= params.presence_penalty + params.frequency_penalty * times
         return changed
+
+
+def choose_all(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int | ArithmeticError]:
+    """Return the next token of each request for logits ``[requests, vocab]``, float32.
+
+    One whose logits are not finite has an ArithmeticError instead.
+    """
+    finite = logits.sum(dim=1).isfinite().tolist()
+    largest = logits.argmax(dim=1).tolist()
+    chosen: list[int | ArithmeticError] = []
+    for index, sampler in enumerate(samplers):
+        if not finite[index]:
+            chosen.append(_not_finite())
+        elif sampler.is_greedy:
+            chosen.append(int(largest[index]))
+        else:
+            chosen.append(sampler.choose(logits[index]))
+    return chosen
+
+
+def _not_finite() -> ArithmeticError:
+    return ArithmeticError("the model produced logits that are not finite")
 
 
 def log_probabilities(

@@ -1,16 +1,21 @@
 """The paged forward pass against a contiguous float64 reference, and its reproducibility under reuse."""
 
+import functools
+
 import pytest
 import torch
 
 from kvstore.layout import KVLayout
-from kvstore_engine_adapter.attention import TorchAttention
+from kvstore_engine_adapter.attention import Segment, TorchPageOps
+from kvstore_engine_adapter.exact_rows import exact_row_counts
 from kvstore_engine_adapter.llama import LlamaModel
 from kvstore_engine_adapter.model import load_model
 from kvstore_engine_adapter.model_config import RopeConfig
 from kvstore_engine_adapter.page_pool import TORCH_DTYPES, PagePool
 from tests.engine.conftest import CPU
-from tests.engine.tiny_model import HEAD_DIM, KV_HEADS, LAYERS, TinyModel, reference_logits
+from tests.engine.tiny_model import HEAD_DIM, HEADS, KV_HEADS, LAYERS, TinyModel, reference_logits
+
+SEQUENCES = 8
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -26,31 +31,32 @@ class Runner:
 
     def __init__(self, model, *, block_tokens=16, dtype="float32"):
         self.block_tokens = block_tokens
-        self.model = LlamaModel(
-            model.config, model.weights, TorchAttention(), block_tokens=block_tokens, max_tokens=512
-        )
-        self.model.probe_ladder()
-        self.new_pool(dtype)
+        self.model = LlamaModel(model.config, model.weights, max_tokens=512)
+        self.model.prepare(max_rows=512, max_head_rows=16)
+        pages = SEQUENCES * 512 // block_tokens
+        self.pool = PagePool(KVLayout(dtype, LAYERS, block_tokens, KV_HEADS, HEAD_DIM), pages, CPU)
+        self.ops = TorchPageOps(self.pool, num_heads=HEADS)
+        self.ops.prepare()
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(pages)).tolist()
+        self.slots_of = [order[n::SEQUENCES] for n in range(SEQUENCES)]
+        self.slots = self.slots_of[0]
 
-    def new_pool(self, dtype):
-        pages = 512 // self.block_tokens
-        self.pool = PagePool(KVLayout(dtype, LAYERS, self.block_tokens, KV_HEADS, HEAD_DIM), pages, CPU)
-        self.slots = torch.randperm(pages, generator=torch.Generator().manual_seed(pages)).tolist()
+    def run(self, *segments):
+        """Logits of the last row of each segment, computed in one pass."""
+        hidden = self.model.run(self.model.batch(segments, self.ops.begin(segments)))
+        last = torch.tensor([len(segment.tokens) for segment in segments]).cumsum(0) - 1
+        return self.model.logits(hidden[last])
+
+    def segment(self, tokens, start, sequence=0):
+        return Segment(tokens, start, self.slots_of[sequence])
 
     def prefill(self, tokens, start=0):
-        position, hidden = start, None
-        while position < len(tokens):
-            end = min(len(tokens), self.model.chunk_end(position))
-            step = self.model.step(tokens[position:end], position, self.slots, self.pool)
-            hidden = self.model.run(step, self.pool)
-            position = end
-        return self.model.logits(hidden[-1])
+        return self.run(self.segment(tokens[start:], start))[0]
 
     def decode(self, tokens, start):
         logits = None
         for position in range(start, len(tokens)):
-            step = self.model.step([tokens[position]], position, self.slots, self.pool)
-            logits = self.model.logits(self.model.run(step, self.pool)[-1])
+            logits = self.run(self.segment([tokens[position]], position))[0]
         return logits
 
     def forget_after(self, blocks):
@@ -108,7 +114,7 @@ def test_every_rope_parameter_is_in_its_description():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("block_tokens", [16, 24, 128])
 def test_logits_are_equal_to_the_bit_however_many_blocks_are_reused(tiny_gguf, dtype, block_tokens):
-    model = load_model(tiny_gguf, dtype=TORCH_DTYPES[dtype], device=CPU)
+    model = runner_model(tiny_gguf, dtype)
     runner = Runner(model, block_tokens=block_tokens, dtype=dtype)
     tokens = some_tokens(397)
     cold = runner.prefill(tokens)
@@ -135,16 +141,95 @@ def test_stale_bytes_beyond_the_sequence_change_nothing(tiny_bf16):
     assert torch.equal(runner.decode([*tokens[:-1], tokens[-1]], 69), cold)
 
 
-def test_a_row_count_that_gives_other_bits_is_left_out(tiny_f32, monkeypatch):
-    class Uneven(TorchAttention):
-        def attend(self, queries, keys, values, mask):
-            mixed = super().attend(queries, keys, values, mask)
+def first_three_segments(runner, tokens):
+    """Sequences that end in different places: two that decode, and one whose prompt is cut anywhere."""
+    runner.run(runner.segment(tokens[0][:-1], 0, 0))
+    runner.run(runner.segment(tokens[1][:-1], 0, 1))
+    runner.run(runner.segment(tokens[2][:37], 0, 2))
+    return [
+        runner.segment(tokens[0][-1:], len(tokens[0]) - 1, 0),
+        runner.segment(tokens[1][-1:], len(tokens[1]) - 1, 1),
+        runner.segment(tokens[2][37:], 37, 2),
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (0,), (1,), (2,), (2, 1)])
+def test_logits_are_equal_to_the_bit_whatever_is_computed_beside_them(tiny_gguf, dtype, order):
+    runner = Runner(runner_model(tiny_gguf, dtype), dtype=dtype)
+    tokens = [some_tokens(64), some_tokens(201), some_tokens(130)]
+    alone = [Runner(runner_model(tiny_gguf, dtype), dtype=dtype).prefill(each) for each in tokens]
+    segments = first_three_segments(runner, tokens)
+    found = runner.run(*(segments[n] for n in order))
+    for logits, n in zip(found, order, strict=True):
+        assert torch.equal(logits, alone[n]), f"sequence {n} in {order}"
+
+
+@functools.cache
+def runner_model(path, dtype):
+    return load_model(path, dtype=TORCH_DTYPES[dtype], device=CPU)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_eight_sequences_decode_together_as_each_would_alone(tiny_gguf, dtype):
+    model = runner_model(tiny_gguf, dtype)
+    together, alone = Runner(model, dtype=dtype), Runner(model, dtype=dtype)
+    tokens = [some_tokens(30 + 31 * n) for n in range(SEQUENCES)]
+    starts = [20 + 31 * n for n in range(SEQUENCES)]
+    for n, start in enumerate(starts):
+        together.run(together.segment(tokens[n][:start], 0, n))
+    for step in range(10):
+        segments = [
+            together.segment([tokens[n][start + step]], start + step, n) for n, start in enumerate(starts)
+        ]
+        found = together.run(*segments)
+    for n in range(SEQUENCES):
+        assert torch.equal(found[n], alone.prefill(tokens[n])), f"sequence {n}"
+
+
+def test_one_pass_may_hold_several_segments_of_a_sequence(tiny_bf16):
+    runner = Runner(tiny_bf16, dtype="bfloat16")
+    tokens = some_tokens(200)
+    cold = runner.prefill(tokens)
+    runner.forget_after(0)
+    found = runner.run(*(runner.segment(tokens[at : at + 50], at) for at in range(0, 200, 50)))
+    assert torch.equal(found[-1], cold)
+
+
+def test_a_row_count_of_attention_that_gives_other_bits_is_left_out(tiny_f32, monkeypatch):
+    class Uneven(TorchPageOps):
+        def _mix(self, queries, keys, values, mask):
+            mixed = super()._mix(queries, keys, values, mask)
             return mixed * (1 + 1e-6) if len(queries) in (2, 16) else mixed
 
-    model = LlamaModel(tiny_f32.config, tiny_f32.weights, Uneven(), block_tokens=16, max_tokens=256)
-    ladder = model.probe_ladder()
-    assert not {2, 16} & set(ladder)
-    assert ladder[-1] == 64
+    pool = PagePool(KVLayout("float32", LAYERS, 16, KV_HEADS, HEAD_DIM), 4, CPU)
+    ops = Uneven(pool, num_heads=HEADS)
+    ops.prepare()
+    assert not {2, 16} & set(ops.ladder)
+    assert ops.ladder[-1] == 64
+
+
+def test_a_row_count_of_products_that_gives_other_bits_is_left_out(tiny_bf16, monkeypatch):
+    exact = torch.nn.functional.linear
+
+    def uneven(rows, *rest):
+        found = exact(rows, *rest)
+        return found * (1 + 2**-7) if len(rows) in (4, 20) else found
+
+    model = LlamaModel(tiny_bf16.config, tiny_bf16.weights, max_tokens=64)
+    monkeypatch.setattr(torch.nn.functional, "linear", uneven)
+    model.prepare(max_rows=32, max_head_rows=4)
+    assert not {4, 20} & set(model.row_ladder)
+    assert not {4, 20} & set(model.head_ladder)
+    assert model.max_rows == 64
+
+
+def test_rows_that_depend_on_their_place_are_found_out():
+    def compute(index):
+        return index + (torch.arange(len(index)) == 3)
+
+    assert exact_row_counts(compute, 8, [1, 2, 3, 4, 8]) == []
+    assert exact_row_counts(lambda index: index * 2, 8, [1, 2, 3, 4, 16]) == [1, 2, 3, 4, 16]
 
 
 def test_pages_travel_through_host_buffers_unchanged(tiny_bf16):

@@ -304,7 +304,7 @@ async def test_an_expectation_is_met_or_refused_in_openais_shape(client):
 
 
 async def test_a_full_queue_is_503_with_a_time_to_come_back(tiny_bf16):
-    async with serving(tiny_bf16, max_waiting=1) as client:
+    async with serving(tiny_bf16, max_num_seqs=1, max_waiting=1) as client:
         answers = await asyncio.gather(*(client.post(body(max_tokens=60)) for _ in range(4)))
     refused = [(answer, headers) for status, answer, headers in answers if status == 503]
     assert sorted(status for status, _, _ in answers) == [200, 200, 503, 503]

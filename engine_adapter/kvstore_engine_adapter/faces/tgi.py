@@ -54,6 +54,7 @@ class TgiRoutes:
                 "model_sha": None,
                 "model_pipeline_tag": "text-generation",
                 "model_dtype": engine.layout.dtype,
+                "max_concurrent_requests": engine.max_requests,
                 "max_best_of": 1,
                 "max_stop_sequences": MAX_STOPS,
                 "max_input_tokens": engine.context_tokens - 1,

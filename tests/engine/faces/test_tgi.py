@@ -187,7 +187,7 @@ async def test_the_client_sees_a_refusal_as_a_validation_error(hf):
 
 
 async def test_a_full_queue_is_overloaded(lively):
-    async with face_server(lively, max_waiting=1) as server, AsyncInferenceClient(server.url) as hf:
+    async with face_server(lively, max_num_seqs=1, max_waiting=1) as server, AsyncInferenceClient(server.url) as hf:
         answers = await asyncio.gather(
             *(hf.text_generation(LONG_TEXT, max_new_tokens=200) for _ in range(6)), return_exceptions=True
         )
@@ -202,6 +202,7 @@ async def test_info_says_the_model_and_its_limits(server):
     assert info["model_id"] == "tiny"
     assert info["max_total_tokens"] == 1024
     assert info["max_input_tokens"] == 1023
+    assert info["max_concurrent_requests"] == server.engine.max_requests
     assert await in_thread(server, lambda hf: hf.health_check())
 
 
