@@ -12,14 +12,11 @@ import zlib
 import aiohttp
 import numpy as np
 import pytest
-from aiohttp import web
 
 from kvstore.errors import TierFull
-from kvstore_engine_adapter.faces.http_face import MAX_BODY_BYTES, HttpFace
+from kvstore_engine_adapter.faces.http_face import MAX_BODY_BYTES
 from kvstore_engine_adapter.generation import Prefilled, RequestReport, Token
-from kvstore_engine_adapter.paged_engine import EngineSettings, PagedEngine
-
-LONG_TEXT = "The old pier burned down in 1847. " * 12
+from tests.engine.faces.face_server import LONG_TEXT, face_server
 
 
 def body(text=LONG_TEXT, **fields):
@@ -60,19 +57,11 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def serving(model, *, max_body_bytes=65536, **settings):
-    engine = PagedEngine(model, EngineSettings(max_model_tokens=1024, **settings))
-    await engine.open()
-    face = HttpFace(engine, model.tokenizer, model_name="tiny")
-    runner = face.runner(max_body_bytes=max_body_bytes)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        async with aiohttp.ClientSession(url) as session:
-            yield Client(session, engine)
-    finally:
-        await runner.cleanup()
-        await engine.close()
+    async with (
+        face_server(model, server_options={"max_body_bytes": max_body_bytes}, **settings) as server,
+        aiohttp.ClientSession(server.url) as session,
+    ):
+        yield Client(session, server.engine)
 
 
 @pytest.fixture

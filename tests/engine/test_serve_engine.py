@@ -245,7 +245,7 @@ def test_a_port_in_use_is_one_line_and_exit_status_2(tiny_gguf, refused):
         port = process.event["url"].rsplit(":", 1)[1]
         status, errors = refused("engine", "--model", tiny_gguf, "--port", port)
     assert status == 2
-    assert "cannot be listened on" in errors
+    assert "cannot be used" in errors
 
 
 def test_a_salt_that_is_too_short_is_refused(tiny_gguf, tmp_path, refused):

@@ -14,11 +14,16 @@ _OWNER = web.RequestKey("owner", Owner)
 
 
 class Callers:
-    """Lets requests in. ``salt`` is that of the records of whoever runs the engine."""
+    """Lets requests in.
 
-    def __init__(self, gate: Gate, *, salt: bytes = b"") -> None:
+    ``salt`` is that of the records of whoever runs the engine: all callers, or with ``has_tenants`` only
+    those that no gate asks for a key.
+    """
+
+    def __init__(self, gate: Gate, *, salt: bytes = b"", has_tenants: bool = True) -> None:
         self._gate = gate
         self._salt = salt
+        self._has_tenants = has_tenants
 
     def admit(self, request: web.Request) -> None:
         """Note whose request it is.
@@ -38,7 +43,7 @@ class Callers:
         request[_OWNER] = self._owner(self._gate.admit(shown, needs))
 
     def _owner(self, identity: Identity) -> Owner:
-        if identity.is_operator:
+        if identity.is_operator or not self._has_tenants:
             return Owner(identity.name, self._salt)
         return Owner(identity.tenant, identity.salt)
 

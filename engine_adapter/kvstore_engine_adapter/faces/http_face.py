@@ -2,10 +2,11 @@
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from kvstore.errors import KVStoreError
 from kvstore.gate import Gate
@@ -28,8 +29,6 @@ from kvstore_engine_adapter.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
 MAX_BODY_BYTES = 4 << 20
 
 _PROMPT_PARAMS = {
@@ -44,20 +43,21 @@ class FaceDoors:
     """Who gets in, and where what callers own is kept.
 
     ``gate`` None lets in all that no web page can have sent; ``records`` None keeps sessions and responses in
-    memory. ``salt`` is that of the records of whoever runs the engine.
+    memory. ``has_tenants`` and ``salt`` are as in Callers.
     """
 
     gate: Gate | None = None
+    has_tenants: bool = True
     records: Records | None = None
     limits: SessionLimits = field(default_factory=SessionLimits)
     salt: bytes = b""
 
 
 class HttpFace:
-    """Routes of one engine, served by its ``runner``. A client that hangs up ends its request.
+    """Routes of one engine, served by a FaceServer. A client that hangs up ends its request.
 
-    A client that does not read its stream for 10 seconds is dropped. ``close`` before the runner's clean-up
-    gives the requests under way their time.
+    A client that does not read its stream for 10 seconds is dropped. ``close`` gives the requests under way
+    their time.
     """
 
     def __init__(
@@ -71,21 +71,28 @@ class HttpFace:
     ) -> None:
         doors = doors or FaceDoors()
         access = RecordAccess(doors.records or MemoryRecords(), doors.limits)
-        self._callers = Callers(doors.gate or Gate(None), salt=doors.salt)
+        self._callers = Callers(doors.gate or Gate(None), salt=doors.salt, has_tenants=doors.has_tenants)
         self._service = Service(engine, tokenizer, model_name=model_name, wall_clock=wall_clock)
         self._sessions = Sessions(access, wall_clock=wall_clock)
         self._stored = StoredResponses(access)
 
-    def runner(self, *, max_body_bytes: int = MAX_BODY_BYTES, shutdown_s: float = 1.0) -> web.AppRunner:
-        """Return what serves the routes, not set up. ``shutdown_s``: half the time its clean-up may take."""
+    def application(
+        self, *, max_body_bytes: int = MAX_BODY_BYTES, outer: Sequence[Middleware] = ()
+    ) -> web.Application:
+        """Return the routes. ``outer`` middlewares see requests first, and answers last."""
         app = web.Application(
-            client_max_size=max_body_bytes, middlewares=[_errors_in_shape, self._admit_callers]
+            client_max_size=max_body_bytes, middlewares=[*outer, _errors_in_shape, self._admit_callers]
         )
+        for method, path, answer in self._routes():
+            app.router.add_route(method, path, answer, expect_handler=_answer_expectation)
+        return app
+
+    def _routes(self) -> list[tuple[str, str, Handler]]:
         service = self._service
+        models, tgi = ModelRoutes(service), TgiRoutes(service)
         responses = ResponseRoutes(service, self._stored)
         sessions = SessionRoutes(self._sessions)
-        models, tgi = ModelRoutes(service), TgiRoutes(service)
-        routes: list[tuple[str, str, Handler]] = [
+        return [
             ("POST", "/v1/chat/completions", ChatRoute(service, self._sessions).answer),
             ("POST", "/v1/completions", CompletionRoute(service).answer),
             ("POST", "/v1/responses", responses.create),
@@ -107,16 +114,6 @@ class HttpFace:
             ("GET", "/healthz", models.health),
             ("GET", "/stats", models.stats),
         ]
-        for method, path, answer in routes:
-            app.router.add_route(method, path, answer, expect_handler=_answer_expectation)
-        # Cancellation on: a client that hangs up ends its request.
-        return web.AppRunner(
-            app,
-            handler_cancellation=True,
-            access_log=None,
-            auto_decompress=False,
-            shutdown_timeout=shutdown_s,
-        )
 
     @web.middleware
     async def _admit_callers(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -5,8 +5,9 @@ import contextlib
 from dataclasses import dataclass
 
 import openai
-from aiohttp import web
 
+from kvstore.http.counters import HttpCounters
+from kvstore_engine_adapter.faces.face_server import FaceServer
 from kvstore_engine_adapter.faces.http_face import HttpFace
 from kvstore_engine_adapter.paged_engine import EngineSettings, PagedEngine
 
@@ -14,12 +15,13 @@ LONG_TEXT = "The old pier burned down in 1847. " * 12
 
 
 @dataclass
-class FaceServer:
+class Served:
     """A running face."""
 
     url: str
     engine: PagedEngine
     face: HttpFace
+    counters: HttpCounters
 
     async def has_requests(self, expected):
         """Wait until the engine has requests, or has none."""
@@ -38,16 +40,15 @@ class FaceServer:
 
 
 @contextlib.asynccontextmanager
-async def face_server(model, *, max_body_bytes=65536, doors=None, **settings):
+async def face_server(model, *, server_options=None, doors=None, **settings):
     """Serve a model inside the block."""
     engine = PagedEngine(model, EngineSettings(**{"max_model_tokens": 1024} | settings))
     await engine.open()
     face = HttpFace(engine, model.tokenizer, model_name="tiny", doors=doors)
-    runner = face.runner(max_body_bytes=max_body_bytes)
-    await runner.setup()
+    server = FaceServer(face, **{"max_body_bytes": 65536} | (server_options or {}))
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield FaceServer(f"http://127.0.0.1:{runner.addresses[0][1]}", engine, face)
+        await server.start("127.0.0.1", 0)
+        yield Served(server.url, engine, face, server.counters)
     finally:
-        await runner.cleanup()
+        await server.stop()
         await engine.close()

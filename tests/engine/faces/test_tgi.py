@@ -187,7 +187,10 @@ async def test_the_client_sees_a_refusal_as_a_validation_error(hf):
 
 
 async def test_a_full_queue_is_overloaded(lively):
-    async with face_server(lively, max_num_seqs=1, max_waiting=1) as server, AsyncInferenceClient(server.url) as hf:
+    async with (
+        face_server(lively, max_num_seqs=1, max_waiting=1) as server,
+        AsyncInferenceClient(server.url) as hf,
+    ):
         answers = await asyncio.gather(
             *(hf.text_generation(LONG_TEXT, max_new_tokens=200) for _ in range(6)), return_exceptions=True
         )
