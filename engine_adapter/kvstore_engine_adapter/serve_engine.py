@@ -88,6 +88,10 @@ async def serve_engine(options: ServeOptions, announce: Callable[[dict[str, obje
             f"engine: --tensor-parallel-size {options.tensor_parallel_size}: this engine runs on one device:"
             " give 1"
         )
+    if options.doors.api_keys is not None and options.tenant_salt_file is not None:
+        raise InvalidConfig(
+            "engine: --api-keys and --tenant-salt-file exclude each other: a keyring gives each tenant a salt"
+        )
     engine_doors = await asyncio.to_thread(EngineDoors.make, options.doors)
     device = _device(options.device)
     salt = _tenant_salt(options.tenant_salt_file)

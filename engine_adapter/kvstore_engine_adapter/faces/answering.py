@@ -51,11 +51,13 @@ class Answering:
         prompts: Sequence[Sequence[int]],
         plan: AnswerPlan,
         *,
+        tenant_salt: bytes = b"",
         keeps_stop: bool = False,
         max_unread_tokens: int | None = None,
     ) -> None:
         self._engine = engine
         self._plan = plan
+        self._tenant_salt = tenant_salt
         self._groups: list[_Group] = []
         self._waiting: dict[int, Piece] = {}
         self._failure: Exception | None = None
@@ -128,6 +130,7 @@ class Answering:
             wants_first_logits=plan.wants_first_logits,
             priority=plan.priority,
             logprobs=plan.logprobs,
+            tenant_salt=self._tenant_salt,
         )
 
     async def _pump(self, group: _Group, choice: Choice) -> None:

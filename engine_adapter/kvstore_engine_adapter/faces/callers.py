@@ -45,7 +45,7 @@ class Callers:
     def _owner(self, identity: Identity) -> Owner:
         if identity.is_operator or not self._has_tenants:
             return Owner(identity.name, self._salt)
-        return Owner(identity.tenant, identity.salt)
+        return Owner(identity.tenant, identity.salt, block_salt=identity.salt)
 
 
 def owner_of(request: web.Request) -> Owner:

@@ -54,7 +54,7 @@ class ChatRoute:
         service = self._service
         async with service.closing_time.step():
             prompt = await service.encode_chat(messages)
-        answering = service.answering([prompt], chat.plan, is_streaming=chat.is_streaming)
+        answering = service.answering([prompt], chat.plan, request=request, is_streaming=chat.is_streaming)
         answer = _ChatAnswer(service, chat, answering, turn)
         async with service.pieces(answering) as pieces:
             if chat.is_streaming:

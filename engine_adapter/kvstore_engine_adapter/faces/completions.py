@@ -28,7 +28,9 @@ class CompletionRoute:
                 wanted = parse_completion_request(await read_request_body(request))
                 service.require_model(wanted.model)
                 prompts = [await self._encoded(prompt) for prompt in wanted.prompts]
-            answering = service.answering(prompts, wanted.plan, is_streaming=wanted.is_streaming)
+            answering = service.answering(
+                prompts, wanted.plan, request=request, is_streaming=wanted.is_streaming
+            )
             head = AnswerHead(service.new_id("cmpl-"), service.now_s(), service.model_name)
             answer = _Completion(service.tokenizer, wanted, head, answering)
             async with service.pieces(answering) as pieces:

@@ -70,10 +70,14 @@ class Records(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose sessions and responses are meant. ``salt`` separates its records from those of others."""
+    """Whose request it is. ``salt`` separates its records from those of others.
+
+    ``block_salt`` separates its blocks; empty: they are those of whoever runs the engine.
+    """
 
     name: str
     salt: bytes
+    block_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,9 @@ class ResponseRoutes:
                 service.require_model(wanted.model)
                 history, ancestors = await self._history(owner, wanted)
                 prompt = await service.encode_chat([*history, *wanted.messages])
-            answering = service.answering([prompt], wanted.plan, is_streaming=wanted.is_streaming)
+            answering = service.answering(
+                [prompt], wanted.plan, request=request, is_streaming=wanted.is_streaming
+            )
             answer = _ResponseAnswer(service, self._stored, _Context(owner, wanted, ancestors), answering)
             async with service.pieces(answering) as pieces:
                 if wanted.is_streaming:

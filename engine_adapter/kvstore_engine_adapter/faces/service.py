@@ -12,6 +12,7 @@ from aiohttp import web
 
 from kvstore_engine_adapter.faces.answering import MAX_UNREAD_TOKENS, Answering
 from kvstore_engine_adapter.faces.api_error import ApiError, api_error
+from kvstore_engine_adapter.faces.callers import owner_of
 from kvstore_engine_adapter.faces.choice import Piece
 from kvstore_engine_adapter.faces.closing_time import ClosingTime
 from kvstore_engine_adapter.faces.event_stream import ClientGone, EventStream
@@ -84,15 +85,17 @@ class Service:
         prompts: Sequence[Sequence[int]],
         plan: AnswerPlan,
         *,
+        request: web.Request,
         is_streaming: bool,
         keeps_stop: bool = False,
     ) -> Answering:
-        """Return the answers to prompts, not begun."""
+        """Return the answers to the prompts of a request, not begun."""
         return Answering(
             self.engine,
             self.tokenizer,
             prompts,
             plan,
+            tenant_salt=owner_of(request).block_salt,
             keeps_stop=keeps_stop,
             max_unread_tokens=MAX_UNREAD_TOKENS if is_streaming else None,
         )

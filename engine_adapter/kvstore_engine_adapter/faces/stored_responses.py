@@ -4,8 +4,11 @@ A response's record holds its own turn and the names of all responses before it,
 read in one go, and two responses that go on from the same one share it.
 """
 
+import asyncio
+import math
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstore.records import RecordInfo
@@ -24,6 +27,9 @@ from kvstore_engine_adapter.tokenizer import ChatMessage
 
 MAX_ANCESTORS = 4096
 """Responses before one."""
+
+_PATIENCE_S = 2.0
+_PAUSE_S = 5.0
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 _MAX_DROPS = 256
@@ -44,10 +50,16 @@ class StoredResponse:
 
 
 class StoredResponses:
-    """The stored responses of all owners."""
+    """The stored responses of all owners.
 
-    def __init__(self, access: RecordAccess) -> None:
+    Storing one holds up its answer, whatever becomes of it, so it has 2 seconds; after one that took longer
+    none is tried for 5 seconds.
+    """
+
+    def __init__(self, access: RecordAccess, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._access = access
+        self._clock = clock
+        self._paused_until_s = -math.inf
 
     async def get(self, owner: Owner, response_id: str) -> StoredResponse:
         """Return a response.
@@ -94,6 +106,16 @@ class StoredResponses:
         Raises:
             ApiError: 429 that did not make room enough; 503 it was not stored; 400 it is too long.
         """
+        if self._clock() < self._paused_until_s:
+            raise unavailable("the store did not answer in time before")
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                await self._store(owner, response_id, stored)
+        except TimeoutError as error:
+            self._paused_until_s = self._clock() + _PAUSE_S
+            raise unavailable(f"the store did not answer within {_PATIENCE_S:g} seconds") from error
+
+    async def _store(self, owner: Owner, response_id: str, stored: StoredResponse) -> None:
         value = encode(
             {
                 "response": stored.response,

@@ -29,7 +29,7 @@ class TgiRoutes:
         """Answer ``/generate``: one JSON object."""
         with self._service.closing_time.request():
             wanted, prompt = await self._read(request)
-            return web.json_response(await self._whole(wanted, prompt))
+            return web.json_response(await self._whole(request, wanted, prompt))
 
     async def generate_stream(self, request: web.Request) -> web.StreamResponse:
         """Answer ``/generate_stream``: an event for each token."""
@@ -43,7 +43,7 @@ class TgiRoutes:
             wanted, prompt = await self._read(request)
             if wanted.is_streaming:
                 return await self._streamed(request, wanted, prompt)
-            return web.json_response([await self._whole(wanted, prompt)])
+            return web.json_response([await self._whole(request, wanted, prompt)])
 
     async def info(self, _request: web.Request) -> web.Response:
         """Answer with the model and the limits."""
@@ -74,8 +74,12 @@ class TgiRoutes:
             prompt = await self._service.encode_text(wanted.inputs)
             return wanted, prompt if wanted.truncate_tokens is None else prompt[-wanted.truncate_tokens :]
 
-    async def _whole(self, wanted: TgiRequest, prompt: Sequence[int]) -> dict[str, object]:
-        answering = self._service.answering([prompt], wanted.plan, is_streaming=False, keeps_stop=True)
+    async def _whole(
+        self, request: web.Request, wanted: TgiRequest, prompt: Sequence[int]
+    ) -> dict[str, object]:
+        answering = self._service.answering(
+            [prompt], wanted.plan, request=request, is_streaming=False, keeps_stop=True
+        )
         async with self._service.pieces(answering) as pieces:
             async for _ in pieces:
                 pass
@@ -84,7 +88,9 @@ class TgiRoutes:
     async def _streamed(
         self, request: web.Request, wanted: TgiRequest, prompt: Sequence[int]
     ) -> web.StreamResponse:
-        answering = self._service.answering([prompt], wanted.plan, is_streaming=True, keeps_stop=True)
+        answering = self._service.answering(
+            [prompt], wanted.plan, request=request, is_streaming=True, keeps_stop=True
+        )
         async with self._service.pieces(answering) as pieces:
             answer = _TgiAnswer(self._service.tokenizer, wanted, answering)
             return await stream_answer(request, pieces, answer)

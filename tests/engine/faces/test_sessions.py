@@ -446,6 +446,26 @@ async def test_sessions_and_responses_of_another_owner_are_unknown(lively, recor
             await each.client.close()
 
 
+async def test_nobody_learns_from_reused_tokens_what_another_owner_asked(lively):
+    """Also while both run: neither whole blocks nor the tail of a prompt are shared."""
+    doors = FaceDoors(gate=Gate(lambda: KEYRING))
+    async with face_server(lively, doors=doors) as server:
+        amy, bob = (server.async_openai(api_key=text) for text in KEYS.values())
+        stream = await amy.chat.completions.create(**chat(max_tokens=200, stream=True))
+        async for chunk in stream:
+            if chunk.choices[0].delta.content:
+                break
+        answers = [await client.chat.completions.create(**chat()) for client in (bob, bob, amy)]
+        await stream.close()
+        reused = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
+        assert reused[0] == 0
+        assert reused[1] > 100
+        assert reused[2] > 100
+        assert len({text_of(answer) for answer in answers}) == 1
+        for client in (amy, bob):
+            await client.close()
+
+
 class Away(MemoryRecords):
     """Records of a store that does not answer, for some of the calls."""
 
