@@ -29,6 +29,7 @@ MAX_ANCESTORS = 4096
 """Responses before one."""
 
 _PATIENCE_S = 2.0
+_SLOW_S = 0.5
 _PAUSE_S = 5.0
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
@@ -52,8 +53,8 @@ class StoredResponse:
 class StoredResponses:
     """The stored responses of all owners.
 
-    Storing one holds up its answer, whatever becomes of it, so it has 2 seconds; after one that took longer
-    none is tried for 5 seconds.
+    Storing one holds up its answer, whatever becomes of it, so it has 2 seconds; after one that took more
+    than half a second none is tried for 5 seconds.
     """
 
     def __init__(self, access: RecordAccess, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -107,13 +108,16 @@ class StoredResponses:
             ApiError: 429 that did not make room enough; 503 it was not stored; 400 it is too long.
         """
         if self._clock() < self._paused_until_s:
-            raise unavailable("the store did not answer in time before")
+            raise unavailable("the store was slow before")
+        begun_s = self._clock()
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 await self._store(owner, response_id, stored)
         except TimeoutError as error:
-            self._paused_until_s = self._clock() + _PAUSE_S
             raise unavailable(f"the store did not answer within {_PATIENCE_S:g} seconds") from error
+        finally:
+            if self._clock() - begun_s > _SLOW_S:
+                self._paused_until_s = self._clock() + _PAUSE_S
 
     async def _store(self, owner: Owner, response_id: str, stored: StoredResponse) -> None:
         value = encode(
