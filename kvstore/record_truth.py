@@ -141,6 +141,7 @@ class LocalTruth:
     wall_s: Callable[[], float] = time.time
     locks: RecordLocks = field(default_factory=RecordLocks)
     counters: Counter[str] = field(default_factory=Counter)
+    _promised: Counter[TenantId] = field(default_factory=Counter)
     _index: NameIndex = field(init=False)
 
     def __post_init__(self) -> None:
@@ -177,28 +178,32 @@ class LocalTruth:
             )
             if record is None:
                 return unavailable("there is no key to encrypt it with now")
-            refusal = await self._refusal(named.tenant, record, present)
-            return refusal or await self._keep(put, named, record)
+            more_bytes = charge_bytes(record.head.stored_bytes)
+            more_bytes = max(0, more_bytes - (0 if present is None else present.charge_bytes))
+            if self._refusal(named.tenant, more_bytes) is not None:
+                await self.local.expire()
+            refusal = self._refusal(named.tenant, more_bytes)
+            if refusal is not None:
+                return refusal
+            self._promised[named.tenant] += more_bytes
+            try:
+                return await self._keep(put, named, record)
+            finally:
+                self._promised[named.tenant] -= more_bytes
+                if not self._promised[named.tenant]:
+                    del self._promised[named.tenant]
 
-    async def _refusal(
-        self, tenant: TenantId, record: StoredRecord, present: LocalRecord | None
-    ) -> RecordWrite | None:
-        """Return why there is no room for a record in place of the present one."""
-        more_bytes = charge_bytes(record.head.stored_bytes) - (0 if present is None else present.charge_bytes)
-        if more_bytes <= 0:
+    def _refusal(self, tenant: TenantId, more_bytes: int) -> RecordWrite | None:
+        """Return why there is no room for so much more, beside what is on its way."""
+        if not more_bytes:
             return None
-        if self.local.used_bytes + more_bytes > self.capacity_bytes or self._is_over(tenant, more_bytes):
-            await self.local.expire()
-        if self._is_over(tenant, more_bytes):
+        if self.local.used_by(tenant) + self._promised[tenant] + more_bytes > self.quota_bytes:
             return over_quota(self.quota_bytes)
-        if self.local.used_bytes + more_bytes > self.capacity_bytes:
+        if self.local.used_bytes + self._promised.total() + more_bytes > self.capacity_bytes:
             return RecordWrite(
                 RecordOutcome.FULL, problem=f"records take all of their {self.capacity_bytes} bytes"
             )
         return None
-
-    def _is_over(self, tenant: TenantId, more_bytes: int) -> bool:
-        return self.local.used_by(tenant) + more_bytes > self.quota_bytes
 
     async def _keep(self, put: RecordPut, named: Named, record: StoredRecord) -> RecordWrite:
         status = await self.local.keep(named.local_key, record, ttl_s=put.ttl_s)
