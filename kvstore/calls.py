@@ -345,7 +345,7 @@ def put_plan(
     check_keys(chain)
     window = window_blocks(length_bytes)
     for start in range(0, len(chain), window):
-        about = ChainRef(chain[start : start + window], part)
+        about = ChainRef(chain if window >= len(chain) else chain[start : start + window], part)
         try:
             lent = yield from ask_for_slots(session, about, start, tally)
         except (TierFull, TierUnavailable):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from kvstore.keys import BlockKey
 from kvstore.miss import MissReason
@@ -61,21 +61,34 @@ class MatchedLease:
     lease: LeaseId | None
 
 
-@dataclass(frozen=True, slots=True)
-class ReservedSlot:
-    """A slot lent to a writer. ``index`` is the block's position in the chain that was asked for."""
+class ReservedSlot(NamedTuple):
+    """A slot lent to a writer. ``position`` is the block's in the chain that was asked for."""
 
-    index: int
+    position: int
     slot: Slot
     generation: int
 
 
+class Published(NamedTuple):
+    """How many blocks were ``stored``; of the others, ``late`` came after the time their slots were lent for.
+
+    The rest was stored already.
+    """
+
+    stored: int
+    late: int
+
+
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Slots for the blocks that are not stored, as far as there was room; ``present`` blocks are stored."""
+    """Slots for the blocks that are not stored, as far as there was room; ``present`` blocks are stored.
+
+    Each slot is for ``length_bytes``.
+    """
 
     slots: tuple[ReservedSlot, ...]
     present: int
+    length_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

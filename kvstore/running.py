@@ -24,9 +24,14 @@ _JOIN_PATIENCE_S = 30.0
 
 @contextlib.asynccontextmanager
 async def serving(
-    config: Config, *, socket_path: str | os.PathLike[str] | None = None
+    config: Config,
+    *,
+    socket_path: str | os.PathLike[str] | None = None,
+    stay_awake: Callable[[float], None] | None = None,
 ) -> AsyncIterator[StoreServer]:
     """Open the store a configuration describes and serve it, at ``socket_path`` if one is given.
+
+    ``stay_awake`` is told for how many seconds the loop should not go to sleep.
 
     Raises:
         InvalidConfig: the socket or the configuration cannot be used.
@@ -38,6 +43,7 @@ async def serving(
         records=store.records,
         socket_path=socket_path,
         max_connections=config.server.max_connections,
+        stay_awake=stay_awake,
     )
     face = None if config.http is None else _http_face(config, config.http, store, server)
     async with contextlib.AsyncExitStack() as stack:

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.arena_view import open_read_only
@@ -54,6 +55,7 @@ class StoreServer:
         records: RecordStore | None = None,
         socket_path: str | os.PathLike[str] | None = None,
         max_connections: int = 256,
+        stay_awake: Callable[[float], None] | None = None,
     ) -> None:
         self._manager = manager
         self._records = records or RecordStore(None)
@@ -61,6 +63,7 @@ class StoreServer:
         self._reading_fd: int | None = None
         self._socket_path = socket_path
         self._max_connections = max_connections
+        self._stay_awake = stay_awake
         self._instance = os.urandom(INSTANCE_BYTES)
         self._listener: socket.socket | None = None
         self._bound: tuple[Path, os.stat_result] | None = None
@@ -216,6 +219,7 @@ class StoreServer:
             malformed=self._malformed,
             late_work=self._late_work,
             on_end=self._connections.discard,
+            stay_awake=self._stay_awake,
         )
         self._connections.add(connection)
         self.counters.connections += 1
