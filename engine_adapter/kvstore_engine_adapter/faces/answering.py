@@ -73,6 +73,7 @@ class Answering:
                     RequestReport(len(prompt)),
                     TextStream(tokenizer),
                     StopCut(plan.stops, keeps_stop=keeps_stop),
+                    keeps_tokens=plan.wants_tokens or plan.logprobs is not None,
                 )
                 for number in range(plan.num_choices)
             )

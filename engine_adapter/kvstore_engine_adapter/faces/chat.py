@@ -158,7 +158,7 @@ class _ChatAnswer:
         return None if self._chat.plan.logprobs is None else chat_logprobs(self._tokenizer, tokens)
 
     def _reuse(self, choice: Choice) -> dict[str, object]:
-        shown = reuse(choice, shows_tokens=self._chat.wants_tokens)
+        shown = reuse(choice, shows_tokens=self._chat.plan.wants_tokens)
         return shown if self._turn is None else shown | {"session": session_json(self._turn.head)}
 
     async def _end_turn(self) -> None:

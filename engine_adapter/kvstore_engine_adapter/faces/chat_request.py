@@ -38,7 +38,6 @@ class ChatRequest:
     plan: AnswerPlan
     is_streaming: bool
     includes_usage: bool
-    wants_tokens: bool
     session: SessionChoice | None
 
 
@@ -60,10 +59,13 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     return ChatRequest(
         model=fields.text("model"),
         messages=read_messages(fields),
-        plan=dataclasses.replace(plan, wants_first_logits=wants_first_logits),
+        plan=dataclasses.replace(
+            plan,
+            wants_first_logits=wants_first_logits,
+            wants_tokens=wants_first_logits or extra.boolean("output_tokens"),
+        ),
         is_streaming=fields.boolean("stream"),
         includes_usage=fields.nested("stream_options", STREAM_OPTIONS).boolean("include_usage"),
-        wants_tokens=wants_first_logits or extra.boolean("output_tokens"),
         session=_session(extra),
     )
 

@@ -89,13 +89,15 @@ class Choice:
     """One answer as it grows.
 
     ``finish_reason`` is given at its end: ``stop`` or ``length``; ``end`` is the token that ended it, if one
-    did. A token is part of the answer if its text begins before the cut.
+    did. A token is part of the answer if its text begins before the cut; ``tokens`` has them all if
+    ``keeps_tokens``.
     """
 
     index: int
     report: RequestReport
     stream: TextStream
     cut: StopCut
+    keeps_tokens: bool = False
     tokens: list[AnswerToken] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
@@ -130,7 +132,8 @@ class Choice:
             token for token in self._held if is_whole or token.start_chars < self.cut.released_chars
         )
         self._held = self._held[len(tokens) :]
-        self.tokens += tokens
+        if self.keeps_tokens:
+            self.tokens += tokens
         self.text += released
         self.finish_reason = reason
         return Piece(self.index, released, tokens, reason)

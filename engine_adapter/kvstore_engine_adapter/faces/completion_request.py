@@ -28,7 +28,6 @@ class CompletionRequest:
     echoes: bool
     is_streaming: bool
     includes_usage: bool
-    wants_tokens: bool
 
 
 def parse_completion_request(body: bytes) -> CompletionRequest:
@@ -61,11 +60,14 @@ def parse_completion_request(body: bytes) -> CompletionRequest:
     return CompletionRequest(
         model=fields.text("model"),
         prompts=prompts,
-        plan=dataclasses.replace(plan, wants_first_logits=wants_first_logits),
+        plan=dataclasses.replace(
+            plan,
+            wants_first_logits=wants_first_logits,
+            wants_tokens=wants_first_logits or extra.boolean("output_tokens"),
+        ),
         echoes=echoes,
         is_streaming=fields.boolean("stream"),
         includes_usage=fields.nested("stream_options", STREAM_OPTIONS).boolean("include_usage"),
-        wants_tokens=wants_first_logits or extra.boolean("output_tokens"),
     )
 
 

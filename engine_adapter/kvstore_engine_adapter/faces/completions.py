@@ -149,4 +149,4 @@ class _Completion:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _reuse(self, choice: Choice) -> dict[str, object]:
-        return reuse(choice, shows_tokens=self._wanted.wants_tokens)
+        return reuse(choice, shows_tokens=self._wanted.plan.wants_tokens)

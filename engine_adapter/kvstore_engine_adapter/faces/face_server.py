@@ -43,7 +43,7 @@ class FaceServer:
         max_body_bytes: int = MAX_BODY_BYTES,
         shutdown_s: float = 1.0,
     ) -> None:
-        self.counters = HttpCounters()
+        self.counters = face.counters
         app = face.application(max_body_bytes=max_body_bytes, outer=[self._guarded])
         # Cancellation on: a client that hangs up ends its request.
         self._runner = web.AppRunner(

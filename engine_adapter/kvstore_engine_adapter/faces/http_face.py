@@ -10,6 +10,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from kvstore.errors import KVStoreError
 from kvstore.gate import Gate
+from kvstore.http.counters import HttpCounters
 from kvstore_engine_adapter.faces.api_error import ApiError, api_error
 from kvstore_engine_adapter.faces.callers import Callers
 from kvstore_engine_adapter.faces.chat import ChatRoute
@@ -81,10 +82,13 @@ class HttpFace:
     ) -> web.Application:
         """Return the routes. ``outer`` middlewares see requests first, and answers last."""
         app = web.Application(
-            client_max_size=max_body_bytes, middlewares=[*outer, _errors_in_shape, self._admit_callers]
+            client_max_size=max_body_bytes,
+            middlewares=[*outer, self._errors_in_shape, self._admit_callers],
         )
         for method, path, answer in self._routes():
-            app.router.add_route(method, path, answer, expect_handler=_answer_expectation)
+            resource = app.router.add_resource(path)
+            for name in ("GET", "HEAD") if method == "GET" else (method,):
+                resource.add_route(name, answer, expect_handler=_answer_expectation)
         return app
 
     def _routes(self) -> list[tuple[str, str, Handler]]:
@@ -115,6 +119,33 @@ class HttpFace:
             ("GET", "/stats", models.stats),
         ]
 
+    @property
+    def counters(self) -> HttpCounters:
+        """What HTTP has seen."""
+        return self._service.counters
+
+    @web.middleware
+    async def _errors_in_shape(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer what fails in the shape that the path's clients expect."""
+        resource = request.match_info.route.resource
+        self.counters.requests["unknown" if resource is None else resource.canonical] += 1
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            shown = ApiError(error.status, error.text or error.reason)
+        except (ApiError, KVStoreError, ArithmeticError) as error:
+            shown = api_error(error, prompt_param=_PROMPT_PARAMS.get(request.path))
+        except ClientGone as error:
+            logger.info("%s", error)
+            raise
+        except Exception as error:
+            logger.exception("%s %s failed", request.method, request.path)
+            shown = api_error(error)
+        self.counters.errors[shown.code or str(shown.status)] += 1
+        return _error_response(request, shown)
+
     @web.middleware
     async def _admit_callers(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         self._callers.admit(request)
@@ -133,26 +164,6 @@ async def _answer_expectation(request: web.Request) -> web.Response | None:
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     request.writer.output_size = 0  # what came before the status line does not count as sent
     return None
-
-
-@web.middleware
-async def _errors_in_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer what fails in the shape that the path's clients expect."""
-    try:
-        return await handler(request)
-    except web.HTTPException as error:
-        if error.status < 400:
-            raise
-        return _error_response(request, ApiError(error.status, error.text or error.reason))
-    except (ApiError, KVStoreError, ArithmeticError) as error:
-        shown = api_error(error, prompt_param=_PROMPT_PARAMS.get(request.path))
-        return _error_response(request, shown)
-    except ClientGone as error:
-        logger.info("%s", error)
-        raise
-    except Exception as error:
-        logger.exception("%s %s failed", request.method, request.path)
-        return _error_response(request, api_error(error))
 
 
 def _error_response(request: web.Request, error: ApiError) -> web.Response:

@@ -4,6 +4,17 @@ from aiohttp import web
 
 from kvstore_engine_adapter.faces.service import Service
 
+_COUNTERS = (
+    "connections",
+    "open_connections",
+    "refused_connections",
+    "failed_handshakes",
+    "slow_clients",
+    "malformed_requests",
+    "requests",
+    "errors",
+)
+
 
 class ModelRoutes:
     """Tells of the engine and its model."""
@@ -25,8 +36,12 @@ class ModelRoutes:
         return web.json_response({"status": "ok"})
 
     async def stats(self, _request: web.Request) -> web.Response:
-        """Answer with the engine's counters."""
-        return web.json_response(self._service.engine.stats())
+        """Answer with the engine's counters, and what HTTP has seen."""
+        service = self._service
+        counters = service.counters.as_dict()
+        http = {name: counters[name] for name in _COUNTERS}
+        http["unstored_responses"] = service.num_unstored_responses
+        return web.json_response(service.engine.stats() | {"http": http})
 
     def _model(self) -> dict[str, object]:
         service = self._service

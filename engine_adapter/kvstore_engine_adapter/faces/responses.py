@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from kvstore.log_limit import LimitedWarning
 from kvstore_engine_adapter.faces.answering import Answering
 from kvstore_engine_adapter.faces.api_error import ApiError
 from kvstore_engine_adapter.faces.callers import owner_of
@@ -27,6 +28,7 @@ class ResponseRoutes:
     def __init__(self, service: Service, stored: StoredResponses) -> None:
         self._service = service
         self._stored = stored
+        self._warning = LimitedWarning(logger)
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         """Answer one request."""
@@ -40,7 +42,8 @@ class ResponseRoutes:
             answering = service.answering(
                 [prompt], wanted.plan, request=request, is_streaming=wanted.is_streaming
             )
-            answer = _ResponseAnswer(service, self._stored, _Context(owner, wanted, ancestors), answering)
+            context = _Context(owner, wanted, ancestors, self._stored, self._warning)
+            answer = _ResponseAnswer(service, context, answering)
             async with service.pieces(answering) as pieces:
                 if wanted.is_streaming:
                     return await stream_answer(request, pieces, answer)
@@ -88,22 +91,21 @@ class ResponseRoutes:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """What a response is made from."""
+    """What a response is made from, and where it is kept."""
 
     owner: Owner
     wanted: ResponseRequest
     ancestors: Sequence[str]
+    stored: StoredResponses
+    warning: LimitedWarning
 
 
 class _ResponseAnswer:
     """One answer as OpenAI writes it, kept before its last event. A StreamScript."""
 
-    def __init__(
-        self, service: Service, stored: StoredResponses, context: _Context, answering: Answering
-    ) -> None:
+    def __init__(self, service: Service, context: _Context, answering: Answering) -> None:
         self._tokenizer = service.tokenizer
         self._service = service
-        self._stored = stored
         self._context = context
         self._choice = answering.choices[0]
         self._answering = answering
@@ -118,10 +120,11 @@ class _ResponseAnswer:
         if not self._context.wanted.is_stored:
             return response
         try:
-            await self._stored.store(self._context.owner, self._id, self._to_store(response))
+            await self._context.stored.store(self._context.owner, self._id, self._to_store(response))
         except ApiError as error:
             # The answer is whole; only what goes on from it will be told that it is not known.
-            logger.warning("responses: one was not stored: %s", error)
+            self._context.warning.warn("responses: one was not stored: %s", error)
+            self._service.num_unstored_responses += 1
             response["store"] = False
             response["kvstore"] = {**self._reuse(), "not_stored": error.message}
         return response

@@ -20,7 +20,8 @@ class AnswerPlan:
 
     ``max_tokens`` None: up to the context's end. ``stops`` are texts that end an answer, ``stop_tokens``
     tokens beside the model's own, which do not count if ``ignores_end``. ``logprobs`` asks for so many of the
-    likeliest tokens at each place, None for no log-probabilities at all.
+    likeliest tokens at each place, None for no log-probabilities at all. ``wants_tokens``: the whole answer
+    names its tokens.
     """
 
     sampling: SamplingParams
@@ -32,6 +33,7 @@ class AnswerPlan:
     logprobs: int | None = None
     priority: int = 0
     wants_first_logits: bool = False
+    wants_tokens: bool = False
 
 
 def read_sampling(fields: Fields) -> SamplingParams:

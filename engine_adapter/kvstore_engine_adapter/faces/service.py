@@ -10,6 +10,7 @@ from typing import Protocol
 
 from aiohttp import web
 
+from kvstore.http.counters import HttpCounters
 from kvstore_engine_adapter.faces.answering import MAX_UNREAD_TOKENS, Answering
 from kvstore_engine_adapter.faces.api_error import ApiError, api_error
 from kvstore_engine_adapter.faces.callers import owner_of
@@ -22,6 +23,9 @@ from kvstore_engine_adapter.paged_engine import PagedEngine
 from kvstore_engine_adapter.tokenizer import ChatMessage, ModelTokenizer
 
 logger = logging.getLogger(__name__)
+
+MAX_LOGPROBS_OF_ANSWER = 1 << 20
+"""Log-probabilities of all choices of a request, alternatives included; each takes about 250 bytes."""
 
 
 class Service:
@@ -39,6 +43,8 @@ class Service:
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.closing_time = ClosingTime()
+        self.counters = HttpCounters()
+        self.num_unstored_responses = 0
         self._wall_clock = wall_clock
         self.created_s = self.now_s()
 
@@ -89,7 +95,12 @@ class Service:
         is_streaming: bool,
         keeps_stop: bool = False,
     ) -> Answering:
-        """Return the answers to the prompts of a request, not begun."""
+        """Return the answers to the prompts of a request, not begun.
+
+        Raises:
+            ApiError: 400: they might have more log-probabilities than fit in memory.
+        """
+        self._refuse_too_many_logprobs(len(prompts), plan)
         return Answering(
             self.engine,
             self.tokenizer,
@@ -99,6 +110,18 @@ class Service:
             keeps_stop=keeps_stop,
             max_unread_tokens=MAX_UNREAD_TOKENS if is_streaming else None,
         )
+
+    def _refuse_too_many_logprobs(self, num_prompts: int, plan: AnswerPlan) -> None:
+        if plan.logprobs is None:
+            return
+        tokens = num_prompts * plan.num_choices * (plan.max_tokens or self.engine.context_tokens)
+        if tokens * (plan.logprobs + 1) > MAX_LOGPROBS_OF_ANSWER:
+            raise ApiError(
+                400,
+                f"up to {tokens} tokens with {plan.logprobs + 1} log-probabilities each: a request may ask"
+                f" for {MAX_LOGPROBS_OF_ANSWER} in all: lower the tokens, choices or alternatives",
+                param="logprobs",
+            )
 
     @contextlib.asynccontextmanager
     async def pieces(self, answering: Answering) -> AsyncIterator[AsyncIterator[Piece]]:

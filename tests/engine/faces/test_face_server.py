@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 
+import aiohttp
 import pytest
 
 from kvstore.http.limits import Limits
@@ -105,6 +106,28 @@ async def test_a_client_that_stops_reading_is_dropped_and_others_go_on(lively):
             await server.has_requests(True)
             await server.has_requests(False)
         assert server.counters.slow_clients == 1
+
+
+async def test_stats_count_requests_and_errors_by_route_and_code(server):
+    async with server.async_openai() as client, aiohttp.ClientSession(server.url) as session:
+        await client.models.list()
+        for path in ("/v1/models/x", "/v1/nothing", "/v1/sessions/x"):
+            async with session.get(path) as response:
+                assert response.status == 404
+        async with session.head("/health") as response:
+            assert response.status == 200
+        async with session.get("/stats") as response:
+            http = (await response.json())["http"]
+    assert http["requests"] == {
+        "/v1/models": 1,
+        "/v1/models/{name}": 1,
+        "unknown": 1,
+        "/v1/sessions/{name}": 1,
+        "/health": 1,
+        "/stats": 1,
+    }
+    assert http["errors"] == {"model_not_found": 1, "404": 1, "session_not_found": 1}
+    assert http["open_connections"] == 2
 
 
 async def test_tokens_that_nobody_reads_are_bounded(lively):

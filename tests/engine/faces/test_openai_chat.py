@@ -138,6 +138,13 @@ async def test_a_stop_token_ends_the_answer_and_ignoring_ends_goes_on(client, li
     assert endless.usage.completion_tokens == 900 // 4
 
 
+async def test_more_log_probabilities_than_fit_in_memory_are_refused(client):
+    with pytest.raises(openai.BadRequestError, match="a request may ask for 1048576 in all"):
+        await client.completions.create(
+            model="tiny", prompt=["pier"] * 128, max_tokens=900, logprobs=20, temperature=0
+        )
+
+
 async def test_max_completion_tokens_wins(client):
     answer = await client.chat.completions.create(**chat(max_completion_tokens=3))
     assert answer.usage.completion_tokens == 3

@@ -240,6 +240,20 @@ async def test_a_stream_cancelled_in_the_middle_is_not_kept(server, client):
         await client.responses.retrieve(records[0])
 
 
+async def test_a_stream_that_fails_half_way_ends_with_an_error_and_a_failed_response(lively):
+    async with face_server(lively) as server, server.async_openai() as client:
+        stream = await client.responses.create(**response(max_output_tokens=700, stream=True))
+        events = []
+        async for event in stream:
+            events.append(event)
+            if event.type == "response.output_text.delta" and server.engine.manager is not None:
+                await server.engine.close()
+    assert [event.type for event in events[-2:]] == ["error", "response.failed"]
+    assert "closed" in events[-2].message
+    assert events[-1].response.status == "failed"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
 async def test_where_the_quota_is_used_up_the_oldest_responses_go(lively):
     doors = FaceDoors(limits=SessionLimits(quota_bytes=20_000))
     async with face_server(lively, doors=doors) as server, server.async_openai() as client:
