@@ -74,8 +74,8 @@ class MemoryRecords:
         self._forget(key)
         self._entries[key] = entry
         self._used_bytes += entry.cost_bytes
-        while self._used_bytes > self._max_bytes:
-            self._forget(next(iter(self._entries)))
+        if self._used_bytes > self._max_bytes:
+            self._make_room()
         return RecordWrite(RecordOutcome.STORED, entry.version, RecordPlace.MEMORY)
 
     async def get_record(self, collection: str, name: str, *, tenant_salt: bytes = b"") -> Record | None:
@@ -120,6 +120,14 @@ class MemoryRecords:
             for name, entry in found[start:]
             if name.startswith(prefix)
         ][:limit]
+
+    def _make_room(self) -> None:
+        """Drop what has ended, and then the least recently used until the rest fits."""
+        now_s = self._clock()
+        for key in [key for key, entry in self._entries.items() if entry.ends_s <= now_s]:
+            self._forget(key)
+        while self._used_bytes > self._max_bytes:
+            self._forget(next(iter(self._entries)))
 
     def _live(self, key: RecordKey) -> _Entry | None:
         entry = self._entries.get(key)

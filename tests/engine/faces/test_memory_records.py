@@ -83,11 +83,19 @@ async def test_a_listing_is_by_name_and_goes_on_behind_a_name(records):
 
 
 async def test_when_memory_is_full_the_least_recently_used_go(records):
-    for name in "abcd":
+    for name in "abc":
         await records.put_record("c", name, b"x" * 2000)
     await records.get_record("c", "a")
-    await records.put_record("c", "e", b"x" * 2000)
-    assert [at.name for at in await records.list_records("c")] == ["a", "d", "e"]
+    await records.put_record("c", "d", b"x" * 2000)
+    assert [at.name for at in await records.list_records("c")] == ["a", "c", "d"]
+
+
+async def test_what_has_ended_goes_first(records, clock):
+    await records.put_record("c", "a", b"x" * 4000)
+    await records.put_record("c", "b", b"x" * 4000, ttl_s=10)
+    clock.now_s += 10
+    await records.put_record("c", "c", b"x" * 4000)
+    assert [at.name for at in await records.list_records("c")] == ["a", "c"]
 
 
 async def test_a_record_larger_than_all_memory_is_refused_and_nothing_goes(records):
