@@ -24,6 +24,8 @@ _MAX_PENDING = 1024
 _SWEEP_S = 1.0
 _CLOSE_S = 5.0
 _ERASE_S = 2.0
+_CHECK_S = 5.0
+_END_S = 0.02
 _LEAST_S = 0.05
 """What a call is given at least: with less, not even what is in memory could be looked at."""
 
@@ -90,7 +92,7 @@ class RecordStore:
             return unavailable(f"puts of {self._pending_bytes} bytes are under way, no more: try again")
         try:
             truth = self._open_truth()
-            named, deadline_s = Named.of(put.key), self._clock() + timeout_s
+            named, deadline_s = Named.of(put.key), self._deadline_s(timeout_s)
             work = truth.put(put, named, deadline_s=deadline_s)
             return await self._within(work, timeout_s, len(put.value))
         except TimedOut as error:
@@ -106,7 +108,7 @@ class RecordStore:
         """
         try:
             truth = self._open_truth()
-            deadline_s = self._clock() + timeout_s
+            deadline_s = self._deadline_s(timeout_s)
             found = await self._within(truth.get(Named.of(key), deadline_s=deadline_s), timeout_s)
         except KVStoreError:
             self._gets["unavailable"] += 1
@@ -128,7 +130,7 @@ class RecordStore:
         """
         truth = self._open_truth()
         self._calls["drops"] += 1
-        deadline_s = self._clock() + timeout_s
+        deadline_s = self._deadline_s(timeout_s)
         return await self._within(truth.drop(Named.of(key), deadline_s=deadline_s), timeout_s)
 
     async def names(
@@ -142,7 +144,7 @@ class RecordStore:
         truth = self._open_truth()
         self._calls["listings"] += 1
         query = ListQuery(tenant_of(tenant_salt), collection, prefix, after, limit)
-        deadline_s = self._clock() + timeout_s
+        deadline_s = self._deadline_s(timeout_s)
         return await self._within(truth.names(query, deadline_s=deadline_s), timeout_s)
 
     async def erase(self, tenant: TenantId) -> tuple[int, list[str]]:
@@ -176,6 +178,19 @@ class RecordStore:
             "pending": len(self._pending),
             "pending_bytes": self._pending_bytes,
         }
+
+    def _deadline_s(self, timeout_s: float) -> float:
+        """Return when a call is to be over by itself: so much before its time is that its end is told."""
+        return self._clock() + timeout_s - min(_END_S, timeout_s / 10)
+
+    async def check(self, *, sample_records: int) -> list[str]:
+        """Verify what is known of this node's records, and a sample of them; one line per violation."""
+        if self._truth is None or not self._is_open:
+            return []
+        try:
+            return await self._within(self._truth.check(sample_records=sample_records), _CHECK_S)
+        except KVStoreError as error:
+            return [str(error)]
 
     def _open_truth(self) -> RecordTruth:
         if self._truth is None:

@@ -103,6 +103,9 @@ class RecordTruth(Protocol):
     async def sweep(self) -> None:
         """Forget what is over. To be called every few seconds."""
 
+    async def check(self, *, sample_records: int) -> list[str]:
+        """Verify what is known of this node's records, and a sample of them; one line per violation."""
+
     def stats(self) -> dict[str, object]:
         """Return what there is, ready for JSON."""
 
@@ -112,6 +115,11 @@ class RecordLocks:
 
     def __init__(self) -> None:
         self._locks: dict[bytes, tuple[asyncio.Lock, int]] = {}
+
+    @property
+    def num_held(self) -> int:
+        """Keys that somebody holds, or waits for."""
+        return len(self._locks)
 
     @contextlib.asynccontextmanager
     async def of(self, key: bytes) -> AsyncIterator[None]:
@@ -289,6 +297,13 @@ class LocalTruth:
         """Forget records whose time is over."""
         if await self.local.ready():
             await self.local.expire()
+
+    async def check(self, *, sample_records: int) -> list[str]:
+        """Verify the records' bookkeeping, and a sample of them."""
+        lines = await self.local.check(sample_records=sample_records)
+        if self._promised and not self.locks.num_held:
+            lines.append("records: room is promised to puts that are not under way")
+        return lines
 
     def stats(self) -> dict[str, object]:
         """Return what there is."""

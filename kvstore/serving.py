@@ -431,6 +431,7 @@ class Connection(asyncio.BufferedProtocol):
         try:
             work = self._manager.check(sample_blocks=request.sample_blocks)
             lines = await self._late_work.within(work, limit_s, "check")
+            lines += await self._records.check(sample_records=request.sample_blocks)
         except TimedOut as error:
             # The invariants are checked without I/O; it is the sample of checksums that hangs.
             lines = [str(error), *await self._manager.check(sample_blocks=0)]

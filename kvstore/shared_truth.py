@@ -54,7 +54,6 @@ from kvstore_tiers.record_remote_session import (
     SharedFound,
     SharedStatus,
     StoreRequest,
-    entry_or_none,
     head_or_none,
 )
 
@@ -70,6 +69,7 @@ _LOOK_AGAIN_S = 600.0
 _LOOK_RECORDS = 64
 _SWEEP_FULL_S = 1.0
 _SHARE_FOR_REMOTE = 0.7
+_MAX_NOTES = 1024
 _MAX_REFRESH_BYTES = 8 << 20
 _EXPIRY_SLACK_MS = 60_000
 """How far the clocks of writers may be behind the server's before it is asked about their records."""
@@ -150,7 +150,7 @@ class SharedTruth:
             )
             is_doubtful |= end.is_sent
             if end.status is SharedStatus.OK:
-                return await self._stored(put, named, record, end)
+                return await self._stored(put, named, record, end, deadline_s)
             if end.status is SharedStatus.CHANGED:
                 if put.if_version is not None:
                     return self._conflict(named, end)
@@ -183,7 +183,7 @@ class SharedTruth:
         return unavailable(end.problem, is_doubtful=is_doubtful)
 
     async def _stored(
-        self, put: RecordPut, named: Named, record: StoredRecord, end: SharedEnd
+        self, put: RecordPut, named: Named, record: StoredRecord, end: SharedEnd, deadline_s: float
     ) -> RecordWrite:
         if end.problem:
             self.counters["half_done"] += 1
@@ -195,7 +195,8 @@ class SharedTruth:
         if end.version == record.head.version:
             keeping = self._begin(self._keep(named, record, put.ttl_s))
             # A disk that does not answer must not turn a put that was done into one that is in doubt.
-            await asyncio.wait([keeping], timeout=_COPY_S)
+            left_s = max(0.0, deadline_s - self.clock())
+            await asyncio.wait([keeping], timeout=min(_COPY_S, left_s / 2))
         return RecordWrite(RecordOutcome.STORED, end.version, self.place)
 
     # Copies on this node
@@ -384,11 +385,11 @@ class SharedTruth:
         found = await self.remote.entries(query.tenant, deadline_s=deadline_s)
         if not found.is_known:
             raise TierUnavailable(f"records: {found.problem}")
+        oldest_ms = found.now_ms - _EXPIRY_SLACK_MS
         entries = [
             entry
-            for data in found.entries.values()
-            if (entry := entry_or_none(data)) is not None
-            and entry[0].expires_ms > found.now_ms - _EXPIRY_SLACK_MS
+            for _, entry in found.entries.values()
+            if entry is not None and entry[0].expires_ms > oldest_ms
         ]
         chosen = await picked(query, entries, index=self._index, deadline_s=deadline_s)
         infos: list[RecordInfo] = []
@@ -418,8 +419,8 @@ class SharedTruth:
             return num_copies, [*problems, f"records: {found.problem}"]
         gone = [
             (record_id, data)
-            for record_id, data in found.entries.items()
-            if (entry := entry_or_none(data)) is None or not self.codec.is_live(entry)
+            for record_id, (data, entry) in found.entries.items()
+            if entry is None or not self.codec.is_live(entry)
         ]
         count = await self.remote.remove(tenant, gone, only_absent=False, deadline_s=deadline_s)
         if count is None:
@@ -430,6 +431,7 @@ class SharedTruth:
         """Forget copies and places in indexes of records that are over, and look at some copies anew."""
         if await self.local.ready():
             await self.local.expire()
+        self._forget_what_is_gone()
         if not self.remote.health().is_up:
             return
         await self.remote.look()
@@ -438,6 +440,14 @@ class SharedTruth:
         due = [tenant for tenant, at_s in self._swept_s.items() if now_s - at_s >= _LOOK_AGAIN_S]
         for tenant in due[:1]:
             await self._sweep_tenant(tenant, deadline_s=now_s + _LOOK_S, is_thorough=False)
+
+    def _forget_what_is_gone(self) -> None:
+        """Keep no note of copies and tenants for longer than they are of use."""
+        if len(self._seen_s) > 2 * len(self.local) + _MAX_NOTES:
+            self._seen_s = {at.key: self._seen_s[at.key] for at in self.local.all() if at.key in self._seen_s}
+        for notes in (self._swept_s, self._swept_full_s):
+            while len(notes) > _MAX_NOTES:
+                del notes[next(iter(notes))]
 
     async def _sweep_full(self, tenant: TenantId, deadline_s: float) -> None:
         """Make room in a tenant's quota, now and then."""
@@ -452,9 +462,12 @@ class SharedTruth:
         latest_ms = found.now_ms + _EXPIRY_SLACK_MS
         over = [
             (record_id, data)
-            for record_id, data in found.entries.items()
-            if is_thorough or (head := head_or_none(data)) is None or head.expires_ms < latest_ms
+            for record_id, (data, entry) in found.entries.items()
+            if is_thorough or entry is None or entry[0].expires_ms < latest_ms
         ]
+        if found.is_known and not found.entries:
+            self._swept_s.pop(tenant, None)
+            self._swept_full_s.pop(tenant, None)
         removed = await self.remote.remove(tenant, over, only_absent=True, deadline_s=deadline_s)
         self.counters["swept"] += removed or 0
 
@@ -484,6 +497,10 @@ class SharedTruth:
             elif head is not None:
                 reason = RecordAbsence.DROPPED if head.is_dropped else None
                 await self._forget_copy(copy.key, reason)
+
+    async def check(self, *, sample_records: int) -> list[str]:
+        """Verify the copies' bookkeeping, and a sample of them."""
+        return await self.local.check(sample_records=sample_records)
 
     def stats(self) -> dict[str, object]:
         """Return what there is: ``copies`` are those of this node."""

@@ -140,7 +140,14 @@ def _members(kind: type) -> list[tuple[str, str]]:
     members: list[tuple[str, str]] = []
     if dataclasses.is_dataclass(kind):
         members.append(("`, `".join(field.name for field in dataclasses.fields(kind)), "its fields"))
-    for name, member in vars(kind).items():
+    # Bases without a public name have no section of their own.
+    unnamed = [base for base in kind.__mro__[1:] if base.__module__.startswith("kvstore.")]
+    written = {
+        name: member
+        for base in (kind, *(base for base in unnamed if base.__name__ not in kvstore.__all__))
+        for name, member in vars(base).items()
+    }
+    for name, member in written.items():
         found = getattr(kind, name)
         if name.startswith("_") or not (callable(found) or isinstance(member, property)) or not found.__doc__:
             continue

@@ -166,7 +166,7 @@ def _put(args: argparse.Namespace) -> int:
             if_version=args.if_version,
             tenant_salt=_salt(args),
         )
-    report = {
+    report: dict[str, object] = {
         "outcome": write.outcome.value,
         "version": write.version,
         "is_doubtful": write.is_doubtful,

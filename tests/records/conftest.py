@@ -31,6 +31,7 @@ def kit(request: pytest.FixtureRequest, tmp_path: Path) -> Kit:
 async def store(kit: Kit) -> AsyncIterator[Store]:
     async with kit.store() as opened:
         yield opened
+        assert await opened.check(sample_records=100) == []
 
 
 @pytest.fixture
@@ -38,4 +39,7 @@ async def stores(kit: Kit) -> AsyncIterator[list[Store]]:
     """As many stores as may share their records."""
     async with contextlib.AsyncExitStack() as opened:
         names = ("a", "b", "c") if kit.redis_url else ("a",)
-        yield [await opened.enter_async_context(kit.store(name)) for name in names]
+        found = [await opened.enter_async_context(kit.store(name)) for name in names]
+        yield found
+        for store in found:
+            assert await store.check(sample_records=100) == []

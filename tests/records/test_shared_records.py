@@ -35,6 +35,7 @@ def kit(request: pytest.FixtureRequest, tmp_path: Path, redis: RedisServer) -> K
 async def pair(kit: Kit) -> AsyncIterator[tuple[Store, Store]]:
     async with kit.store("a") as one, kit.store("b") as other:
         yield one, other
+        assert [await store.check(sample_records=100) for store in (one, other)] == [[], []]
 
 
 async def until_up(store: Store) -> None:
@@ -307,7 +308,7 @@ async def test_the_index_adds_up_whatever_is_done(pair: tuple[Store, Store], red
         await store.truth._sweep_tenant(tenant_of(ANN), deadline_s=store.truth.clock() + 10, is_thorough=True)
 
     found = await pair[0].truth.remote.entries(tenant_of(ANN), deadline_s=pair[0].truth.clock() + 10)
-    heads = [head_or_none(data) for data in found.entries.values()]
+    heads = [head_or_none(data) for data, _ in found.entries.values()]
     assert used_bytes(redis) == sum(charge_bytes(head.stored_bytes) for head in heads)
 
 

@@ -1,5 +1,6 @@
 """RecordCodec: records made of values, and values read out of records; here in the clear."""
 
+import asyncio
 import enum
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -91,7 +92,11 @@ class PlainCodec:
         self, tenant: TenantId, entries: Sequence[Entry], *, deadline_s: float
     ) -> list[tuple[str, str] | None]:
         """Return collection and name of each entry."""
-        return [None if head.is_sealed else names_or_none(name) for head, name in entries]
+
+        def read_all() -> list[tuple[str, str] | None]:
+            return [None if head.is_sealed else names_or_none(name) for head, name in entries]
+
+        return await asyncio.to_thread(read_all)
 
     def is_live(self, entry: Entry) -> bool:
         """Return True."""

@@ -150,7 +150,12 @@ class LocalRecords:
                 jobs.abandon()
             _log.warning("records: %s: an operation has not ended: left to itself", self._where)
         elif disk is not None:
-            await self._commits.run(lambda: disk.close(is_clean=not self._trouble))
+            is_clean = not self._trouble
+            closing = asyncio.ensure_future(self._commits.run(lambda: disk.close(is_clean=is_clean)))
+            await asyncio.wait([closing], timeout=self._close_timeout_s)
+            if not closing.done():
+                self._commits.abandon()
+            await asyncio.gather(closing, return_exceptions=True)
         for jobs in (self._commits, self._reads):
             await jobs.close()
         self._trouble = "closed"
@@ -399,6 +404,23 @@ class LocalRecords:
             is_same = before is not None and before.head == head
             deadline_s = before.deadline_s if before is not None and is_same else now_s + left_s
             self._take(LocalRecord(key, head, name, deadline_s))
+
+    async def check(self, *, sample_records: int) -> list[str]:
+        """Verify the bookkeeping, and that a sample of records can be read; one line per violation."""
+        lines: list[str] = []
+        for tenant, theirs in self._by_tenant.items():
+            if self._used[tenant] != sum(record.charge_bytes for record in theirs.values()):
+                lines.append("records: what a tenant's count for does not add up")
+        if sum(map(len, self._by_tenant.values())) != len(self._records) or set(self._used) != set(
+            self._by_tenant
+        ):
+            lines.append("records: those of the tenants are not all records")
+        if self._trouble:
+            return [*lines, f"records: {self._trouble}"]
+        for record in list(self._records.values())[:sample_records]:
+            if await self.read(record) is None and self._records.get(record.key) is record:
+                lines.append("records: one cannot be read")
+        return lines
 
     def stats(self) -> dict[str, object]:
         """Return what there is, ready for JSON."""

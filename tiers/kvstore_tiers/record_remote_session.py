@@ -101,9 +101,12 @@ class SharedFound:
 
 @dataclass(slots=True)
 class SharedEntries:
-    """What an index holds: entries by digest. ``now_ms`` is the server's clock."""
+    """What an index holds: entries by digest, as stored and (None: damaged) unpacked.
 
-    entries: dict[bytes, bytes] = field(default_factory=dict)
+    ``now_ms`` is the server's clock.
+    """
+
+    entries: dict[bytes, tuple[bytes, Entry | None]] = field(default_factory=dict)
     now_ms: int = 0
     is_known: bool = False
     problem: str = ""
@@ -373,7 +376,7 @@ def read_index(exchange: Exchange, names: SharedNames, found: SharedEntries) -> 
                 raise RespFault("unexpected reply to HSCAN")
         for name, value in pairs:
             if isinstance(name, bytes) and isinstance(value, bytes) and name != _USED:
-                found.entries[name] = value
+                found.entries[name] = value, entry_or_none(value)
         found.now_ms = _time_ms(now)
         if cursor == b"0":
             found.is_known = True
