@@ -90,6 +90,7 @@ async def serve_engine(options: ServeOptions, announce: Callable[[dict[str, obje
         num_blocks=num_blocks,
         is_reusing=options.is_reusing,
         tenant_salt=salt,
+        compiled_folder=None if options.cache_folder is None else options.cache_folder / "compiled",
     )
     engine = PagedEngine(model, settings, lower=options.lower)
     name = options.served_model_name or model.config.name
