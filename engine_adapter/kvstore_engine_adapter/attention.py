@@ -18,6 +18,9 @@ _LONG_CHUNKS = 10
 """Long enough that torch's fused attention splits the context (at 512 keys)."""
 
 
+_DRAWS = 3
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """New tokens of one sequence in a pass, at positions ``start...``.
@@ -61,6 +64,9 @@ class PageOps(Protocol):
     def describe(self) -> str:
         """Name the implementation and what it found, for the log."""
 
+    def close(self) -> None:
+        """Let go of what ``prepare`` made. Idempotent."""
+
 
 class TorchPageOps:
     """torch's fused attention over gathered pages, on any device.
@@ -89,7 +95,7 @@ class TorchPageOps:
         layout, chunk = self._pool.layout, self.chunk_tokens
         candidates = [2**power for power in range(1, chunk.bit_length()) if 2**power < chunk]
         found = set(candidates)
-        for chunks in (1, _LONG_CHUNKS):
+        for chunks in (1, _LONG_CHUNKS) * _DRAWS:
             context = chunk * chunks
             queries, keys, values = (
                 torch.randn(count, heads, layout.head_dim, generator=generator).to(self._pool.tensor)
@@ -118,6 +124,9 @@ class TorchPageOps:
     def describe(self) -> str:
         """Name the row counts."""
         return f"torch, query rows {', '.join(map(str, self.ladder))}"
+
+    def close(self) -> None:
+        """Do nothing."""
 
     def chunk_end(self, position: int) -> int:
         """Return the end of the chunk that holds a position."""

@@ -22,7 +22,12 @@ import torch
 import torch.nn.functional as functional
 
 from kvstore_engine_adapter.attention import PageStep, Segment
-from kvstore_engine_adapter.exact_rows import candidate_row_counts, exact_row_counts, rung_of
+from kvstore_engine_adapter.exact_rows import (
+    cancelling_product,
+    candidate_row_counts,
+    exact_row_counts,
+    rung_of,
+)
 from kvstore_engine_adapter.model_config import ModelConfig
 from kvstore_engine_adapter.weights import LayerWeights, ModelWeights
 
@@ -109,11 +114,12 @@ class LlamaModel:
     def prepare(self, *, max_rows: int, max_head_rows: int) -> None:
         """Find the row counts, up to about those given, that give rows the same bits in any company.
 
-        One layer is run over pseudo-random rows (all layers have the same shapes), and the head. Costs tens
-        to hundreds of milliseconds.
+        One layer is run over pseudo-random rows, and products of all its shapes over rows whose terms cancel
+        (all layers have the same shapes); and the head. Costs tens to hundreds of milliseconds.
         """
         config = self.config
         generator = torch.Generator().manual_seed(0)
+        products = _products(self._weights.layers[0], generator)
         hidden = torch.randn(_SAMPLE_ROWS, config.hidden_size, generator=generator).to(self._device)
         width = config.num_heads * config.head_dim
         mixed = torch.randn(_SAMPLE_ROWS, width, generator=generator).to(self._device, self._dtype)
@@ -123,11 +129,13 @@ class LlamaModel:
         def compute(index: torch.Tensor) -> torch.Tensor:
             parts = self._project(layer, hidden[index], positions[index])
             absorbed = self._absorb(layer, hidden[index], mixed[index])
-            return torch.cat([*(part.flatten(1).float() for part in parts), absorbed], dim=1)
+            sums = (functional.linear(left[index], right, bias) for left, right, bias in products)
+            return torch.cat([*(part.flatten(1).float() for part in (*parts, *sums)), absorbed], dim=1)
 
         self.row_ladder = _ladder("layers", compute, max_rows)
+        left, right = cancelling_product(_SAMPLE_ROWS, self._weights.head, generator)
         self.head_ladder = _ladder(
-            "logits", lambda index: self._logits_of_exactly(hidden[index]), max_head_rows
+            "logits", lambda index: functional.linear(left[index], right), max_head_rows
         )
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -176,6 +184,22 @@ class LlamaModel:
         first, second = rows.chunk(2, dim=-1)
         turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
         return turned.to(self._dtype)
+
+
+def _products(
+    layer: LayerWeights, generator: torch.Generator
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Return rows, a matrix and a bias of zeros or none, for each product of a layer."""
+    matrices = [
+        (layer.qkv, layer.qkv_bias),
+        (layer.output, layer.output_bias),
+        (layer.gate_up, None),
+        (layer.down, None),
+    ]
+    return [
+        (*cancelling_product(_SAMPLE_ROWS, matrix, generator), None if bias is None else bias * 0)
+        for matrix, bias in matrices
+    ]
 
 
 def _ladder(what: str, compute: Callable[[torch.Tensor], torch.Tensor], limit: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -18,7 +19,8 @@ from kvstore.miss import MissReason
 from kvstore.outlasting import outlast
 from kvstore.tier import Slot, Tier
 from kvstore_engine_adapter.adapter import manager_over
-from kvstore_engine_adapter.attention import PageOps, TorchPageOps
+from kvstore_engine_adapter.attention import PageOps
+from kvstore_engine_adapter.cpu_page_ops import page_ops_for
 from kvstore_engine_adapter.engine_loop import EngineLoop
 from kvstore_engine_adapter.generation import EngineBusy, EngineClosed, Finished, GenerateRequest
 from kvstore_engine_adapter.live_request import Event
@@ -53,7 +55,8 @@ class EngineSettings:
     the size of the ``vram`` tier (None: four sequences of full length). ``is_reusing`` False: no tier at all,
     every prompt is computed. ``max_num_seqs`` requests run at a time, ``max_waiting`` more wait, further ones
     are refused. A pass computes at most ``step_tokens`` tokens (None: 128 on a CPU, else 2048). ``ageing_s``:
-    see ``scheduler``.
+    see ``scheduler``. ``compiled_folder`` keeps attention that is compiled for this CPU (None: torch's is
+    used).
     """
 
     block_tokens: int = 16
@@ -64,6 +67,7 @@ class EngineSettings:
     max_waiting: int = 64
     step_tokens: int | None = None
     ageing_s: float = 30.0
+    compiled_folder: Path | None = None
     tenant_salt: bytes = b""
     epoch: int = 0
     waits: Waits = field(default_factory=Waits)
@@ -154,7 +158,7 @@ class PagedEngine:
             TierUnavailable: a lower tier cannot be opened.
         """
         assert self._running is None, "the engine is open"
-        running = self._running = self._start()
+        running = self._running = await asyncio.to_thread(self._start)
         try:
             loop = running.loop = await self._prepare(running)
             if self._settings.is_reusing:
@@ -262,7 +266,7 @@ class PagedEngine:
                 "lower the number of blocks or the model length"
             ) from error
         forward_model = LlamaModel(self._model.config, self._model.weights, max_tokens=self._context_tokens)
-        ops: PageOps = TorchPageOps(pool, num_heads=self._model.config.num_heads)
+        ops = page_ops_for(pool, num_heads=self._model.config.num_heads, folder=settings.compiled_folder)
         policy = LoadPolicy(settings.block_tokens, self._layout.block_bytes)
         spare = [Slot(number) for number in range(num_slots, num_pages)]
         supply = BlockSupply(None, num_slots, policy, spare, settings.waits, self._clock)

@@ -109,16 +109,17 @@ async def serve_engine(options: ServeOptions, announce: Callable[[dict[str, obje
         is_reusing=options.is_reusing,
         tenant_salt=salt,
         max_num_seqs=options.max_num_seqs,
+        compiled_folder=None if options.cache_folder is None else options.cache_folder / "compiled",
     )
     engine = PagedEngine(model, settings, lower=options.lower)
     name = options.served_model_name or model.config.name
     await engine.open()
     left_s = options.grace_s
     watching = None if options.store is None else asyncio.create_task(StoreWatch(options.store).run())
-    client = (
-        None if options.store is None else await AsyncKVStore.connect(options.store, timeouts=_RECORD_TIMES)
-    )
+    client = None
     try:
+        if options.store is not None:
+            client = await AsyncKVStore.connect(options.store, timeouts=_RECORD_TIMES)
         doors = FaceDoors(
             gate=engine_doors.doors.gate,
             has_tenants=engine_doors.has_tenants,

@@ -66,7 +66,13 @@ class ForwardWorker:
         self._model = model
         self._pool = pool
         self._ops = ops
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forward")
+        # OpenMP's number of threads is each thread's own: what was set for this one holds for no new one.
+        threads = torch.get_num_threads()
+        self._executor = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="forward",
+            initializer=lambda: torch.set_num_threads(threads),
+        )
 
     async def compute(self, work: PassWork) -> PassResult:
         """Run a pass. If cancelled, wait for its end, then raise."""
@@ -85,6 +91,7 @@ class ForwardWorker:
     def close(self) -> None:
         """End the thread once its work is done. Blocking for at most one pass. Idempotent."""
         self._executor.shutdown()
+        self._ops.close()
 
     def _compute(self, work: PassWork) -> PassResult:
         started_s = time.monotonic()
