@@ -5,7 +5,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,15 +83,7 @@ async def serve_engine(options: ServeOptions, announce: Callable[[dict[str, obje
         InvalidLayout: blocks of that size cannot be stored.
         TierUnavailable: the store's address is no address.
     """
-    if options.tensor_parallel_size != 1:
-        raise InvalidConfig(
-            f"engine: --tensor-parallel-size {options.tensor_parallel_size}: this engine runs on one device:"
-            " give 1"
-        )
-    if options.doors.api_keys is not None and options.tenant_salt_file is not None:
-        raise InvalidConfig(
-            "engine: --api-keys and --tenant-salt-file exclude each other: a keyring gives each tenant a salt"
-        )
+    _refuse_what_excludes(options)
     engine_doors = await asyncio.to_thread(EngineDoors.make, options.doors)
     device = _device(options.device)
     salt = _tenant_salt(options.tenant_salt_file)
@@ -101,8 +93,55 @@ async def serve_engine(options: ServeOptions, announce: Callable[[dict[str, obje
     model = await asyncio.to_thread(
         load_model, options.model, dtype=dtype, device=device, cache_folder=options.cache_folder
     )
+    engine = PagedEngine(model, _settings(options, model, salt), lower=options.lower)
+    await engine.open()
+    left_s = options.grace_s
+    try:
+        async with _records(options.store) as records:
+            face_doors = FaceDoors(
+                gate=engine_doors.doors.gate,
+                has_tenants=engine_doors.has_tenants,
+                records=records,
+                limits=options.session_limits,
+                salt=salt,
+            )
+            name = options.served_model_name or model.config.name
+            face = HttpFace(engine, model.tokenizer, model_name=name, doors=face_doors)
+            left_s = await _serve(options, engine, face, engine_doors.doors, announce, stopped)
+    finally:
+        await _close_engine(engine, max(left_s, _LEAST_DRAIN_S))
+
+
+@contextlib.asynccontextmanager
+async def _records(store: str | None) -> AsyncIterator[AsyncKVStore | None]:
+    """Have a client of the store for sessions, and its outages watched; None where there is no store."""
+    if store is None:
+        yield None
+        return
+    watching = asyncio.create_task(StoreWatch(store).run())
+    try:
+        async with await AsyncKVStore.connect(store, timeouts=_RECORD_TIMES) as client:
+            yield client
+    finally:
+        watching.cancel()
+        await asyncio.wait([watching])
+
+
+def _refuse_what_excludes(options: ServeOptions) -> None:
+    if options.tensor_parallel_size != 1:
+        raise InvalidConfig(
+            f"engine: --tensor-parallel-size {options.tensor_parallel_size}: this engine runs on one device:"
+            " give 1"
+        )
+    if options.doors.api_keys is not None and options.tenant_salt_file is not None:
+        raise InvalidConfig(
+            "engine: --api-keys and --tenant-salt-file exclude each other: a keyring gives each tenant a salt"
+        )
+
+
+def _settings(options: ServeOptions, model: LoadedModel, salt: bytes) -> EngineSettings:
     num_blocks = _num_blocks(options, model)
-    settings = EngineSettings(
+    return EngineSettings(
         block_tokens=options.block_tokens,
         max_model_tokens=_max_model_tokens(options, model, num_blocks),
         num_blocks=num_blocks,
@@ -111,31 +150,6 @@ async def serve_engine(options: ServeOptions, announce: Callable[[dict[str, obje
         max_num_seqs=options.max_num_seqs,
         compiled_folder=None if options.cache_folder is None else options.cache_folder / "compiled",
     )
-    engine = PagedEngine(model, settings, lower=options.lower)
-    name = options.served_model_name or model.config.name
-    await engine.open()
-    left_s = options.grace_s
-    watching = None if options.store is None else asyncio.create_task(StoreWatch(options.store).run())
-    client = None
-    try:
-        if options.store is not None:
-            client = await AsyncKVStore.connect(options.store, timeouts=_RECORD_TIMES)
-        doors = FaceDoors(
-            gate=engine_doors.doors.gate,
-            has_tenants=engine_doors.has_tenants,
-            records=client,
-            limits=options.session_limits,
-            salt=salt,
-        )
-        face = HttpFace(engine, model.tokenizer, model_name=name, doors=doors)
-        left_s = await _serve(options, engine, face, engine_doors.doors, announce, stopped)
-    finally:
-        if watching is not None:
-            watching.cancel()
-            await asyncio.wait([watching])
-        if client is not None:
-            await client.close()
-        await _close_engine(engine, max(left_s, _LEAST_DRAIN_S))
 
 
 async def _close_engine(engine: PagedEngine, drain_s: float) -> None:

@@ -1,6 +1,7 @@
 """EngineDoors: who may reach an engine: its keys, its TLS, and where it may listen without them."""
 
 import ipaddress
+import logging
 import os
 import secrets
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ from kvstore.doors import Doors, reloaded_keyring
 from kvstore.errors import InvalidConfig
 from kvstore.secret_source import SecretSource
 from kvstore.tls import ServerTls
+
+logger = logging.getLogger(__name__)
 
 KEY_VARIABLE = "KVSTORE_ENGINE_API_KEY"
 """Environment variable of the API key, for who gives no option."""
@@ -91,6 +94,8 @@ def _single_key(options: DoorOptions, environ: Mapping[str, str]) -> str | None:
         return _usable(options.api_key, "--api-key")
     if options.api_key_file is not None:
         source = SecretSource(file=options.api_key_file)
+        if source.is_readable_by_others:
+            logger.warning("engine: --api-key-file: others may read it: chmod 600 %s", source.file)
         return _usable(source.read(environ, key="engine: --api-key-file"), f"--api-key-file {source.file}")
     if options.api_keys is None and KEY_VARIABLE in environ:
         return _usable(environ[KEY_VARIABLE], f"${KEY_VARIABLE}")
