@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -203,6 +204,12 @@ class ArenaView:
         generation: int = table[self._page(offset)]
         return generation
 
+    def generations(self, offsets: Sequence[int]) -> list[int]:
+        """Return the generation of the slot at each of several offsets, which are those of slots."""
+        table, start = self._generations, self._slots_offset
+        assert table is not None, "arena: the view is closed"
+        return [table[(offset - start) // ALIGNMENT_BYTES] for offset in offsets]
+
     def advance_generation(self, offset: int) -> int:
         """Raise the generation of the slot at ``offset`` by one (modulo 2**32) and return it."""
         table = self._generations
@@ -212,6 +219,15 @@ class ArenaView:
         raised: int = (table[page] + 1) & 0xFFFF_FFFF
         table[page] = raised
         return raised
+
+    def advance_generations(self, offsets: Sequence[int]) -> None:
+        """As ``advance_generation``, of several slots."""
+        table, start = self._generations, self._slots_offset
+        assert table is not None, "arena: the view is closed"
+        assert self._is_writable, "arena: not mapped writable"
+        for offset in offsets:
+            page = (offset - start) // ALIGNMENT_BYTES
+            table[page] = (table[page] + 1) & 0xFFFF_FFFF
 
     def close(self) -> None:
         """Let go of the mapping; it goes when the last view that a caller kept is dropped. Idempotent."""

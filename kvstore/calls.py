@@ -214,7 +214,7 @@ def why_plan(session: Session, chain: PrefixChain, part: Part | None) -> Plan[li
     check_keys(chain)
     answer = yield from ask_for(Why(ChainRef(chain, part), server_timeout_us(session)), Report)
     try:
-        return [BlockReport.from_dict(item) for item in _load_list(answer.json)]
+        return [BlockReport.from_dict(item) for item in load_list(answer.json)]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ProtocolMismatch(f"answer: a block's report is malformed: {error}") from error
 
@@ -230,7 +230,7 @@ def namespaces_plan() -> Plan[list[Namespace]]:
     answer = yield from ask_for(ListNamespaces(), Report)
     try:
         return [
-            Namespace(**{**item, "layout": KVLayout(**item["layout"])}) for item in _load_list(answer.json)
+            Namespace(**{**item, "layout": KVLayout(**item["layout"])}) for item in load_list(answer.json)
         ]
     except (KeyError, TypeError, InvalidLayout) as error:
         raise ProtocolMismatch(f"answer: a namespace is malformed: {error}") from error
@@ -345,7 +345,7 @@ def put_plan(
     check_keys(chain)
     window = window_blocks(length_bytes)
     for start in range(0, len(chain), window):
-        about = ChainRef(chain[start : start + window], part)
+        about = ChainRef(chain if window >= len(chain) else chain[start : start + window], part)
         try:
             lent = yield from ask_for_slots(session, about, start, tally)
         except (TierFull, TierUnavailable):
@@ -409,7 +409,8 @@ def window_blocks(length_bytes: int) -> int:
     return max(1, min(_MAX_WINDOW_BLOCKS, WINDOW_BYTES // max(1, length_bytes)))
 
 
-def _load_list(text: bytes) -> list[Any]:  # Any: JSON
+def load_list(text: bytes) -> list[Any]:  # Any: JSON
+    """Return the JSON list in a report. Raises ProtocolMismatch if it is none."""
     value = _load_json(text)
     if not isinstance(value, list):
         raise ProtocolMismatch("answer: not a JSON list")

@@ -16,10 +16,11 @@ from kvstore.checksum import checksum
 from kvstore.directory import BlockEntry
 from kvstore.epoch_file import EpochFile
 from kvstore.errors import CorruptBlock, TierUnavailable
-from kvstore.keys import BlockKey, NamespaceDigest
+from kvstore.keys import BlockKey
 from kvstore.layout import Part
 from kvstore.log_limit import LimitedWarning
 from kvstore.miss import MissReason
+from kvstore.shared_records import EPOCH_RECORDS
 from kvstore.space import Space
 from kvstore.state import State
 from kvstore.tier import (
@@ -44,9 +45,6 @@ _MAX_EPOCH = (1 << 63) - 1
 _RECORD = struct.Struct("<8sQ")
 _MAGIC = b"KVEPOCH1"
 _LAYOUT = hashlib.sha256(b"kvstore.epoch.record.1").digest()
-EPOCH_RECORDS = NamespaceDigest(hashlib.sha256(b"kvstore.epochs").digest())
-"""The namespace of the records that share epochs."""
-
 _SHARE_TIMEOUT_S = 1.0
 
 

@@ -33,6 +33,7 @@ from kvstore.results import (
     MatchedLease,
     Owner,
     PrefixMatch,
+    Published,
     Reserved,
 )
 from kvstore.space import Space
@@ -344,6 +345,22 @@ class BlockManager:
         """
         return self._putter.commit(chain, slots, owner=owner, checksums=checksums, part=part)
 
+    def publish(
+        self,
+        chain: PrefixChain,
+        slots: Sequence[Slot],
+        *,
+        owner: Owner,
+        checksums: Sequence[int],
+        part: Part | None = None,
+    ) -> Published:
+        """As ``commit`` and then ``return_slots`` of the same slots, in one pass: nothing stays lent.
+
+        Raises:
+            InvalidRequest: as ``commit``; then every slot stays lent.
+        """
+        return self._putter.publish(chain, slots, owner=owner, checksums=checksums, part=part)
+
     def return_slots(self, slots: Sequence[Slot], *, owner: Owner) -> None:
         """Give lent slots back: unnamed ones are freed, published ones lose the owner's lease.
 
@@ -366,10 +383,6 @@ class BlockManager:
     def has_anything(self, owner: Owner) -> bool:
         """Whether an owner has a lease or a lent slot."""
         return self._state.leases.has_anything(owner)
-
-    def has_slots(self, slots: Sequence[Slot], *, owner: Owner) -> bool:
-        """Whether slots are lent to an owner whose time for writing into them is not over."""
-        return all(self._state.leases.lent(owner, slot) is not None for slot in slots)
 
     @property
     def num_kept_slots(self) -> int:

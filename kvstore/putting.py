@@ -6,9 +6,10 @@ from kvstore.directory import BlockEntry, Copy, CopyState, Gone, Shelf
 from kvstore.errors import InvalidRequest, TierFull
 from kvstore.keys import BlockKey, PrefixChain
 from kvstore.layout import Part
+from kvstore.lease import LentSlot
 from kvstore.miss import MissReason
 from kvstore.mover import Mover
-from kvstore.results import Owner, Reserved, ReservedSlot
+from kvstore.results import Owner, Published, Reserved, ReservedSlot
 from kvstore.space import Space
 from kvstore.state import State, WriteMode
 from kvstore.tier import Slot
@@ -95,11 +96,8 @@ class Putter:
                 shelf, [chain.keys[index] for index in missing[len(slots) :]], within=within - len(slots)
             )
         self._lend(owner, slots, shelf.length_bytes)
-        generation = state.top.generation
-        lent = [
-            ReservedSlot(index, slot, generation(slot)) for index, slot in zip(missing, slots, strict=False)
-        ]
-        return Reserved(tuple(lent), present)
+        lent = tuple(map(ReservedSlot, missing, slots, state.top.generations(slots)))
+        return Reserved(lent, present, shelf.length_bytes)
 
     async def reserve_unnamed(
         self, count: int, length_bytes: int, *, owner: Owner, timeout_s: float | None = None
@@ -176,13 +174,75 @@ class Putter:
             if is_new:
                 published.append(entry)
             parent = key
-        state.publish_top(published)
-        state.counters.puts["stored"] += len(published)
-        state.counters.puts["duplicate"] += len(chain) - len(published)
-        if state.settings.write_mode is WriteMode.THROUGH:
-            self._mover.write_through(published, is_new=True)
-        self._note_fill()
+        self._note_stored(published, num_others=len(chain) - len(published))
         return results
+
+    def _note_stored(self, entries: Sequence[BlockEntry], *, num_others: int) -> None:
+        """Take note of blocks of one chain that were published; others of it were stored already."""
+        state = self._state
+        state.publish_top(entries)
+        state.counters.puts["stored"] += len(entries)
+        state.counters.puts["duplicate"] += num_others
+        if state.settings.write_mode is WriteMode.THROUGH:
+            self._mover.write_through(entries, is_new=True)
+        self._note_fill()
+
+    def publish(
+        self,
+        chain: PrefixChain,
+        slots: Sequence[Slot],
+        *,
+        owner: Owner,
+        checksums: Sequence[int],
+        part: Part | None = None,
+    ) -> Published:
+        """As ``commit`` and then ``return_slots`` of the same slots, in one pass: nothing stays lent.
+
+        Raises:
+            InvalidRequest: as ``commit``; then every slot stays lent.
+        """
+        state = self._state
+        shelf = state.directory.shelf(chain.namespace, part)
+        if not len(slots) == len(chain.keys) == len(checksums):
+            raise InvalidRequest(f"publish: {len(chain)} blocks, {len(slots)} slots: one slot per block")
+        self._refuse_small_slots(slots, owner, shelf.length_bytes)
+        stored: list[BlockEntry] = []
+        unused: list[Slot] = []
+        num_late = 0
+        parent, depth = chain.parent or BlockKey(chain.namespace), chain.start
+        for key, slot, payload_sum in zip(chain.keys, slots, checksums, strict=True):
+            lent = state.leases.take_back(owner, slot)
+            if lent is None or lent.entry is not None or lent.is_overdue:
+                num_late += lent is None or lent.is_overdue
+                self._note_returned(slot, lent)
+            else:
+                copy = Copy(CopyState.READY, slot, payload_sum)
+                entry = self._file(shelf, key, parent, depth=depth, copy=copy)
+                if entry is None:
+                    unused.append(slot)
+                else:
+                    stored.append(entry)
+            parent, depth = key, depth + 1
+        state.free_slots(unused)
+        self._note_stored(stored, num_others=len(slots) - len(stored))
+        state.freed.set()
+        return Published(len(stored), num_late)
+
+    def _file(
+        self, shelf: Shelf, key: BlockKey, parent: BlockKey, *, depth: int, copy: Copy
+    ) -> BlockEntry | None:
+        """File a copy in the top tier; None if the block has one, or its epoch is over."""
+        directory, top = self._state.directory, self._state.top.name
+        entry = shelf.entries.get(key)
+        if shelf.is_stale or (entry is not None and top in entry.copies):
+            return None
+        if entry is None:
+            entry = directory.file(shelf, key, parent, depth=depth, tier=top, copy=copy)
+            directory.use_bytes(shelf, top, 1)
+            return entry
+        entry = directory.entry(shelf, key, parent, depth)
+        directory.set_copy(entry, top, copy)
+        return entry
 
     def return_slots(self, slots: Sequence[Slot], *, owner: Owner) -> None:
         """Give lent slots back: unnamed ones are freed, published ones lose the owner's lease.
@@ -191,13 +251,16 @@ class Putter:
         """
         state = self._state
         for slot in slots:
-            lent = state.leases.take_back(owner, slot)
-            if lent is None:
-                state.counters.leases["stale_returns"] += 1
-            elif lent.entry is None:
-                state.free_slots([slot])
-            else:
-                state.note_release(lent.entry)
+            self._note_returned(slot, state.leases.take_back(owner, slot))
+
+    def _note_returned(self, slot: Slot, lent: LentSlot | None) -> None:
+        state = self._state
+        if lent is None:
+            state.counters.leases["stale_returns"] += 1
+        elif lent.entry is None:
+            state.free_slots([slot])
+        else:
+            state.note_release(lent.entry)
 
     def _lend(self, owner: Owner, slots: Sequence[Slot], length_bytes: int) -> None:
         deadline_s = self._state.clock() + self._state.settings.lease_s
@@ -226,11 +289,11 @@ class Putter:
                 )
 
     def _missing(self, shelf: Shelf, chain: PrefixChain) -> list[int]:
-        entries, down = shelf.entries, self._state.down_tiers()
+        find, is_certain, down = shelf.entries.get, self._state.is_certain, self._state.down_tiers()
         return [
             index
             for index, key in enumerate(chain.keys)
-            if not self._state.is_certain(entries.get(key), down)
+            if (entry := find(key)) is None or not is_certain(entry, down)
         ]
 
     def _remember_dropped(self, shelf: Shelf, keys: Sequence[BlockKey], *, within: int) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from kvstore.keys import BlockKey
 from kvstore.miss import MissReason
@@ -61,21 +61,34 @@ class MatchedLease:
     lease: LeaseId | None
 
 
-@dataclass(frozen=True, slots=True)
-class ReservedSlot:
-    """A slot lent to a writer. ``index`` is the block's position in the chain that was asked for."""
+class ReservedSlot(NamedTuple):
+    """A slot lent to a writer. ``position`` is the block's in the chain that was asked for."""
 
-    index: int
+    position: int
     slot: Slot
     generation: int
 
 
+class Published(NamedTuple):
+    """How many blocks were ``stored``; of the others, ``late`` came after the time their slots were lent for.
+
+    The rest was stored already.
+    """
+
+    stored: int
+    late: int
+
+
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Slots for the blocks that are not stored, as far as there was room; ``present`` blocks are stored."""
+    """Slots for the blocks that are not stored, as far as there was room; ``present`` blocks are stored.
+
+    Each slot is for ``length_bytes``.
+    """
 
     slots: tuple[ReservedSlot, ...]
     present: int
+    length_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +172,15 @@ class EraseReport:
 
     ``keys`` counts the keys destroyed here, ``blocks`` the blocks forgotten, by tier. ``leased_blocks`` are
     still in memory, matched by nobody, and are overwritten when their leases end. ``problems`` names the
-    places that still have, or may have, the key: each is tried again until it takes the erasure.
+    places that still have, or may have, the key: each is tried again until it takes the erasure. ``records``
+    counts the records that were removed.
     """
 
     keys: int
     blocks: Mapping[str, int]
     leased_blocks: int = 0
     problems: tuple[str, ...] = ()
+    records: int = 0
 
     @property
     def is_complete(self) -> bool:
@@ -180,6 +195,7 @@ class EraseReport:
             "blocks": dict(self.blocks),
             "leased_blocks": self.leased_blocks,
             "problems": list(self.problems),
+            "records": self.records,
         }
 
     @classmethod
@@ -197,6 +213,7 @@ class EraseReport:
             blocks={str(tier): int(str(count)) for tier, count in blocks.items()},
             leased_blocks=int(str(data["leased_blocks"])),
             problems=tuple(str(problem) for problem in problems),
+            records=int(str(data.get("records", 0))),
         )
 
 

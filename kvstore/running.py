@@ -24,9 +24,14 @@ _JOIN_PATIENCE_S = 30.0
 
 @contextlib.asynccontextmanager
 async def serving(
-    config: Config, *, socket_path: str | os.PathLike[str] | None = None
+    config: Config,
+    *,
+    socket_path: str | os.PathLike[str] | None = None,
+    stay_awake: Callable[[float], None] | None = None,
 ) -> AsyncIterator[StoreServer]:
     """Open the store a configuration describes and serve it, at ``socket_path`` if one is given.
+
+    ``stay_awake`` is told for how many seconds the loop should not go to sleep.
 
     Raises:
         InvalidConfig: the socket or the configuration cannot be used.
@@ -34,7 +39,11 @@ async def serving(
     """
     store = assemble(config)
     server = StoreServer(
-        store.manager, socket_path=socket_path, max_connections=config.server.max_connections
+        store.manager,
+        records=store.records,
+        socket_path=socket_path,
+        max_connections=config.server.max_connections,
+        stay_awake=stay_awake,
     )
     face = None if config.http is None else _http_face(config, config.http, store, server)
     async with contextlib.AsyncExitStack() as stack:
@@ -47,6 +56,8 @@ async def serving(
             server.http_url = face.url
         stack.push_async_callback(store.manager.close)
         await store.manager.open()
+        stack.push_async_callback(store.records.close)
+        await store.records.open()
         stack.push_async_callback(server.stop)
         server.start(store.dram.arena.fd)
         if face is not None:
@@ -78,6 +89,7 @@ def _http_face(config: Config, http: HttpConfig, store: Store, server: StoreServ
         doors=Doors.make(http),
         lease_s=config.store.lease_s,
         server_stats=server.counters.as_dict,
+        records=store.records,
     )
 
 

@@ -13,7 +13,11 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.checksum import as_bytes_array, copy_array_with_checksum, copy_with_source_checksum
+from kvstore.checksum import (
+    as_bytes_array,
+    copy_array_with_checksum,
+    copy_array_with_source_checksum,
+)
 from kvstore.errors import InvalidRequest
 from kvstore.messages import LentSlot, ReadySlot, WrittenSlot
 
@@ -143,23 +147,19 @@ def write_slots(
     ``expected`` are the payloads' xxh3-64 as their owner knows them; one with another is not to be stored.
     """
     written: list[WrittenSlot] = []
-    for index, (slot, payload) in enumerate(zip(slots, payloads, strict=True)):
-        digest = _write_slot(arena, slot, payload, should_stop)
+    slot_array, generation_of = arena.slot_array, arena.generation
+    offset, generation = 0, 0
+
+    def may_go_on() -> bool:
+        return not should_stop() and generation_of(offset) == generation
+
+    for index, ((position, offset, generation), payload) in enumerate(zip(slots, payloads, strict=True)):
+        target = slot_array(offset, len(payload))
+        digest = copy_array_with_source_checksum(target, payload, may_go_on=may_go_on)
         if digest is None or (expected is not None and expected[index] != digest):
             break
-        written.append(WrittenSlot(slot.position, slot.offset, slot.generation, digest))
+        written.append(WrittenSlot(position, offset, generation, digest))
     return written
-
-
-def _write_slot(
-    arena: SlotReader, slot: LentSlot, payload: Bytes, should_stop: Callable[[], bool]
-) -> int | None:
-    def may_go_on() -> bool:
-        return not should_stop() and arena.generation(slot.offset) == slot.generation
-
-    return copy_with_source_checksum(
-        arena.slot_array(slot.offset, len(payload)), payload, may_go_on=may_go_on
-    )
 
 
 def _tensor_view(tensor: Any) -> Bytes:  # Any: a torch.Tensor, seen without importing torch

@@ -154,7 +154,11 @@ class Vault:
     async def sealing_key(self, namespace: NamespaceDigest, *, deadline_s: float) -> DataKey | None:
         """Return the key for a namespace's new copies, made if need be; None if there is none in time."""
         tenant = self._tenant_of(namespace)
-        if tenant is None or self._down:
+        return None if tenant is None else await self.sealing_key_of(tenant, deadline_s=deadline_s)
+
+    async def sealing_key_of(self, tenant: TenantId, *, deadline_s: float) -> DataKey | None:
+        """The same for a tenant."""
+        if self._down:
             return None
         if self._keys.present(tenant) is None:
             await self._within("make", tenant, self._make, deadline_s)
@@ -170,6 +174,17 @@ class Vault:
         key = self._keys.find(key_id)
         is_theirs = key is not None and (tenant is None or key.tenant == tenant)
         return key if is_theirs else None
+
+    async def opening_key_of(self, tenant: TenantId, key_id: bytes, *, deadline_s: float) -> DataKey | None:
+        """Return the key of that id; None if it is not known, or not that tenant's."""
+        if self._keys.find(key_id) is None and not self._down:
+            await self._within("ask", tenant, self._ask, deadline_s)
+        key = self._keys.find(key_id)
+        return key if key is not None and key.tenant == tenant else None
+
+    def was_erased(self, tenant: TenantId) -> bool:
+        """Return whether a tenant was erased at some time."""
+        return self._keys.is_erased(tenant)
 
     def is_known(self, key_id: bytes) -> bool:
         """Return whether the key of that id can be had at once."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import logging
 import math
@@ -90,20 +91,30 @@ class EngineLoop:
 
     def submit(self, request: GenerateRequest, max_tokens: int) -> LiveRequest:
         """Take a request on; its events come from now on."""
+        namespace = self._namespace_of(request)
         live = LiveRequest(
             number=next(self._numbers),
             request=request,
             max_tokens=max_tokens,
             arrived_s=self._supply.clock(),
-            namespace=self._namespace,
+            namespace=namespace,
             report=RequestReport(prompt_tokens=len(request.prompt)),
             sampler=Sampler(request.sampling, request.prompt),
             tokens=list(request.prompt),
-            chain=self._namespace.chain(request.prompt),
+            chain=namespace.chain(request.prompt),
         )
         self._live[live.number] = live
         self._has_news.set()
         return live
+
+    def _namespace_of(self, request: GenerateRequest) -> Namespace:
+        if not request.tenant_salt:
+            return self._namespace
+        namespace = dataclasses.replace(self._namespace, tenant_salt=request.tenant_salt)
+        if self._supply.manager is not None:
+            # Anew each time: one that has no blocks may have been forgotten.
+            self._supply.manager.open_namespace(namespace)
+        return namespace
 
     def abandon(self, live: LiveRequest) -> None:
         """End a request nobody waits for: at once, or after the pass under way. Idempotent."""
@@ -289,7 +300,8 @@ class EngineLoop:
             report.ttft_s = now_s - live.arrived_s
             live.events.put_nowait(Prefilled(report))
         if token in live.request.end_tokens:
-            self._end(live, Finished("stop", report))
+            end = Token(token, sampled.logprob, sampled.top_logprobs)
+            self._end(live, Finished("stop", report, end))
             return
         live.add(token)
         live.events.put_nowait(Token(token, sampled.logprob, sampled.top_logprobs))

@@ -33,7 +33,8 @@ class GenerateRequest:
     ``max_tokens`` None: up to the context's end. ``end_tokens`` end the answer and are not part of it.
     ``wants_first_logits`` asks for the logits the first token was chosen from. A lower ``priority`` is more
     urgent. ``logprobs`` asks for the chosen tokens' log-probabilities and those of so many of the likeliest
-    tokens beside them; None: of none.
+    tokens beside them; None: of none. ``tenant_salt`` separates its blocks from those of requests with
+    another one; empty: that of the engine's settings.
 
     Raises:
         InvalidRequest: ``priority`` or ``logprobs`` is outside its range.
@@ -46,6 +47,7 @@ class GenerateRequest:
     wants_first_logits: bool = False
     priority: int = 0
     logprobs: int | None = None
+    tenant_salt: bytes = b""
 
     def __post_init__(self) -> None:
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
@@ -119,7 +121,8 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of an answer: ``stop`` (an end token) or ``length``."""
+    """The end of an answer: ``stop`` (by the token ``end``, which is no part of it) or ``length``."""
 
     reason: str
     report: RequestReport
+    end: Token | None = None

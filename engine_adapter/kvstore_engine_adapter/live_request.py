@@ -94,7 +94,7 @@ class LiveRequest:
             return None
         if at < len(self.chain):
             return self.chain.keys[at]
-        parent = self.chain.keys[at - 1] if at else b""
+        parent = self.chain.keys[at - 1] if at else self.chain.namespace
         return parent, tuple(self.tokens[self.computed :])
 
     def add(self, token: int) -> None:

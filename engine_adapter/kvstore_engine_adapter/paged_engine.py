@@ -145,6 +145,11 @@ class PagedEngine:
         """The manager of its blocks; None if nothing is reused or the engine is not open."""
         return self._running.supply.manager if self._running else None
 
+    @property
+    def max_requests(self) -> int:
+        """Most requests that run and wait at a time."""
+        return self._settings.max_num_seqs + self._settings.max_waiting
+
     async def open(self) -> None:
         """Get the page memory, find the exact row counts (see ``llama``), open the tiers, start the loop.
 
@@ -214,7 +219,7 @@ class PagedEngine:
         loop = self._require_running().loop
         if loop is None:
             raise EngineClosed("engine: it is not open yet")
-        limit = self._settings.max_num_seqs + self._settings.max_waiting
+        limit = self.max_requests
         if loop.num_live >= limit:
             raise EngineBusy(f"engine: {limit} requests run and wait, the limit: try again later")
         live = loop.submit(request, max_tokens)

@@ -34,7 +34,7 @@ def find_shared_page(live: LiveRequest, others: Iterable[LiveRequest]) -> tuple[
 
 def _shares_blocks(live: LiveRequest, other: LiveRequest, count: int) -> bool:
     """Whether their first blocks are the same, and the other one has computed beyond them."""
-    if other.computed <= live.computed:
+    if other.computed <= live.computed or other.chain.namespace != live.chain.namespace:
         return False
     return not count or other.chain.keys[count - 1] == live.chain.keys[count - 1]
 

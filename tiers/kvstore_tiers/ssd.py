@@ -47,6 +47,7 @@ from kvstore.tier import (
     ReadStatus,
     StorageKey,
     TierHealth,
+    TierNews,
     WriteRequest,
     WriteStatus,
 )
@@ -115,6 +116,7 @@ class SsdTier:
         self._copies = Copies()
         self._numbers = numbers or Numbers()
         self._doubtful: list[IndexRecord] = []
+        self._num_foreign = 0
         self._index_changes = GroupCommits(
             f"{name}: folder {folder}",
             self._commits,
@@ -270,6 +272,11 @@ class SsdTier:
         """Return the header of every copy, least recently used first."""
         return self._copies.headers()
 
+    def take_news(self) -> TierNews:
+        """Return how many copies of another format were let go of at the start."""
+        num_foreign, self._num_foreign = self._num_foreign, 0
+        return TierNews(num_foreign=num_foreign)
+
     def open_namespace(self, namespace: Namespace) -> None:
         """Need not know: every record carries its layout."""
 
@@ -350,6 +357,7 @@ class SsdTier:
     def _take(self, opened: Opened) -> None:
         self._store, self._copies, self._slots = opened.store, opened.copies, opened.slots
         self._doubtful.clear()
+        self._num_foreign = opened.store.num_foreign
         self._numbers.learn(opened.highest_number)
         if opened.budget_left_bytes is not None:
             self._budget.restore(opened.budget_left_bytes)
