@@ -1,0 +1,103 @@
+"""PagedKernels: what an engine calls; LaunchedKernels carries the calls out by the kernels of this package."""
+
+from typing import Protocol
+
+import torch
+
+from kvstore_kernels import reference
+from kvstore_kernels.launching import KernelRunner, Launch
+from kvstore_kernels.moves import gather_launch, scatter_launch, write_launch
+
+
+class PagedKernels(Protocol):
+    """Operations on pages of KV memory. Shapes, dtypes and errors are those of `kvstore_kernels.reference`.
+
+    On a GPU a call queues work on torch's current stream and returns at once; tensors may be freed or changed by
+    later work on that stream only.
+    """
+
+    def write_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_pages: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *,
+        kv_scales: torch.Tensor | None = None,
+    ) -> None:
+        """Write new keys and values of one layer into page rows; see `reference.write_kv`."""
+
+    def gather_blocks(
+        self,
+        kv_pages: torch.Tensor,
+        slots: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        kv_scales: torch.Tensor | None = None,
+    ) -> None:
+        """Copy pages into one contiguous run of blocks; see `reference.gather_blocks`."""
+
+    def scatter_blocks(
+        self,
+        blocks: torch.Tensor,
+        kv_pages: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        kv_scales: torch.Tensor | None = None,
+    ) -> None:
+        """Copy one contiguous run of blocks into pages; see `reference.scatter_blocks`."""
+
+
+class ReferenceKernels:
+    """PagedKernels by the torch reference; on any device, and slow."""
+
+    write_kv = staticmethod(reference.write_kv)
+    gather_blocks = staticmethod(reference.gather_blocks)
+    scatter_blocks = staticmethod(reference.scatter_blocks)
+    paged_decode = staticmethod(reference.paged_decode)
+    paged_prefill = staticmethod(reference.paged_prefill)
+
+
+class LaunchedKernels:
+    """PagedKernels by launches of the CUDA sources of this package."""
+
+    def __init__(self, runner: KernelRunner) -> None:
+        self._runner = runner
+
+    def write_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_pages: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *,
+        kv_scales: torch.Tensor | None = None,
+    ) -> None:
+        """Write new keys and values of one layer into page rows; see `reference.write_kv`."""
+        self._run(write_launch(k, v, kv_pages, slot_mapping, kv_scales))
+
+    def gather_blocks(
+        self,
+        kv_pages: torch.Tensor,
+        slots: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        kv_scales: torch.Tensor | None = None,
+    ) -> None:
+        """Copy pages into one contiguous run of blocks; see `reference.gather_blocks`."""
+        self._run(gather_launch(kv_pages, slots, out, kv_scales))
+
+    def scatter_blocks(
+        self,
+        blocks: torch.Tensor,
+        kv_pages: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        kv_scales: torch.Tensor | None = None,
+    ) -> None:
+        """Copy one contiguous run of blocks into pages; see `reference.scatter_blocks`."""
+        self._run(scatter_launch(blocks, kv_pages, slots, kv_scales))
+
+    def _run(self, launch: Launch | None) -> None:
+        if launch is not None:
+            self._runner.run(launch)
