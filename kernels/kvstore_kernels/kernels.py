@@ -5,8 +5,10 @@ from typing import Protocol
 import torch
 
 from kvstore_kernels import reference
+from kvstore_kernels.attention import Problem, check_decode, decode_launches, plan_decode
 from kvstore_kernels.launching import KernelRunner, Launch
 from kvstore_kernels.moves import gather_launch, scatter_launch, write_launch
+from kvstore_kernels.splits import SplitPlan
 
 
 class PagedKernels(Protocol):
@@ -98,6 +100,34 @@ class LaunchedKernels:
         """Copy one contiguous run of blocks into pages; see `reference.scatter_blocks`."""
         self._run(scatter_launch(blocks, kv_pages, slots, kv_scales))
 
+    def paged_decode(
+        self,
+        q: torch.Tensor,
+        kv_pages: torch.Tensor,
+        block_tables: torch.Tensor,
+        context_lens: torch.Tensor,
+        *,
+        scale: float | None = None,
+        kv_scales: torch.Tensor | None = None,
+        plan: SplitPlan | None = None,
+    ) -> torch.Tensor:
+        """Return the attention of one new token per sequence; see `reference.paged_decode`.
+
+        Args:
+            plan: how contexts are split; by default made for contexts as long as the block tables have room for.
+        """
+        check_decode(q, kv_pages, block_tables, context_lens, kv_scales)
+        problem = Problem(q, kv_pages, block_tables, context_lens, kv_scales, _scale(q, scale))
+        limits = self._runner.limits
+        attention = decode_launches(problem, plan or plan_decode(problem, limits), limits)
+        for launch in attention.launches:
+            self._runner.run(launch)
+        return attention.out
+
     def _run(self, launch: Launch | None) -> None:
         if launch is not None:
             self._runner.run(launch)
+
+
+def _scale(q: torch.Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale

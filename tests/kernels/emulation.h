@@ -35,10 +35,12 @@
 
 #undef __global__
 #undef __device__
+#undef __host__
 #undef __forceinline__
 #undef __launch_bounds__
 #define __global__
 #define __device__
+#define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 

@@ -14,6 +14,7 @@
 #endif
 
 #define DEVICE __device__ __forceinline__
+#define ANYWHERE __host__ __device__ constexpr
 #if KVSTORE_IS_CUDA
 #define KVSTORE_LINE 0
 #else
@@ -32,8 +33,8 @@ constexpr int kFloat16 = 1;
 constexpr int kFloat8E4m3 = 2;
 constexpr int kFloat8E5m2 = 3;
 
-constexpr int bytes_of(int kind) { return kind <= kFloat16 ? 2 : 1; }
-constexpr bool is_fp8(int kind) { return kind >= kFloat8E4m3; }
+ANYWHERE int bytes_of(int kind) { return kind <= kFloat16 ? 2 : 1; }
+ANYWHERE bool is_fp8(int kind) { return kind >= kFloat8E4m3; }
 
 template <int kKind>
 struct Element;
@@ -58,14 +59,19 @@ constexpr int kWarpThreads = 32;
 constexpr u32 kAllLanes = 0xFFFFFFFFu;
 
 template <typename T>
-DEVICE constexpr T smaller(T a, T b) {
+DEVICE T smaller(T a, T b) {
     return a < b ? a : b;
 }
 template <typename T>
-DEVICE constexpr T larger(T a, T b) {
+DEVICE T larger(T a, T b) {
     return a > b ? a : b;
 }
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+// Of a number and NaN, the number.
+template <>
+DEVICE float larger<float>(float a, float b) {
+    return fmaxf(a, b);
+}
+ANYWHERE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 DEVICE float negative_infinity() {
 #if KVSTORE_IS_CUDA
@@ -109,7 +115,7 @@ DEVICE float2 unpack<__half>(u32 bits) {
 }
 
 template <int kKind>
-constexpr __nv_fp8_interpretation_t fp8_format() {
+ANYWHERE __nv_fp8_interpretation_t fp8_format() {
     return kKind == kFloat8E4m3 ? __NV_E4M3 : __NV_E5M2;
 }
 
