@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from kvstore.errors import InvalidLayout
-from kvstore_kernels.attention_builds import combine_spec, decode_build
+from kvstore_kernels.attention_builds import combine_spec, decode_build, prefill_build
 from kvstore_kernels.launching import Argument, DeviceLimits, KernelSpec, Launch, Written
 from kvstore_kernels.splits import SplitPlan, plan_splits
 from kvstore_kernels.tensors import (
@@ -93,6 +93,51 @@ def decode_launches(problem: Problem, plan: SplitPlan, limits: DeviceLimits) -> 
     grid = (problem.kv_heads * row_blocks, plan.count, q.shape[0])
     launch = Launch(build.spec, grid, arguments, build.shared_bytes)
     return Attention((launch, *partial.combined(out)), out)
+
+
+def plan_prefill(problem: Problem, limits: DeviceLimits) -> SplitPlan:
+    """Plan the splits of a prefill step from the sizes of its tensors alone: one, unless rows are few."""
+    build = prefill_build(problem.q.dtype, problem.kv_pages.dtype, problem.q.shape[2])
+    at_once = max(1, min(2, limits.multiprocessor_shared_bytes // (build.shared_bytes + 1024)))
+    rows = problem.kv_heads * _most_tiles(problem, build.rows)
+    return plan_splits([problem.longest], rows=rows, places=limits.multiprocessors * at_once)
+
+
+def prefill_launches(
+    problem: Problem, query_starts: torch.Tensor, plan: SplitPlan
+) -> Attention:
+    """The launches of paged_prefill.
+
+    Raises:
+        InvalidLayout: rows that the kernel cannot reach, or too many KV heads.
+    """
+    _check_rows(problem)
+    if not query_starts.is_contiguous():
+        raise InvalidLayout("query_starts: must be contiguous")
+    q = problem.q
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if not q.numel() or not problem.context_lens.shape[0]:
+        return Attention((), out)
+    build = prefill_build(q.dtype, problem.kv_pages.dtype, q.shape[2])
+    partial = _Partial.of(q, plan)
+    arguments: tuple[Argument, ...] = (
+        *(q, Written(out), problem.kv_pages, problem.block_tables, query_starts, problem.context_lens),
+        *(problem.kv_scales, *partial.written()),
+        *(np.int64(n) for n in (*byte_strides(q)[:2], *byte_strides(out)[:2])),
+        *_page_arguments(problem),
+        *(np.int32(n) for n in (problem.context_lens.shape[0], problem.kv_heads, problem.group)),
+        *(np.int32(n) for n in (problem.block_tables.shape[1], plan.tokens, plan.count)),
+        np.float32(problem.scale * math.log2(math.e)),
+    )
+    grid = (_most_tiles(problem, build.rows), problem.kv_heads, plan.count)
+    launch = Launch(build.spec, grid, arguments, build.shared_bytes)
+    return Attention((launch, *partial.combined(out)), out)
+
+
+def _most_tiles(problem: Problem, rows: int) -> int:
+    """Most tiles of rows that any division of the query tokens among the sequences makes."""
+    tokens = problem.q.shape[0]
+    return tokens * problem.group // rows + min(tokens, problem.context_lens.shape[0])
 
 
 class _Partial(NamedTuple):

@@ -12,6 +12,7 @@ from kvstore_kernels.launching import KINDS, DeviceLimits, KernelSpec
 
 _CHUNK = 16
 _ROWS = 16
+_PREFILL_THREADS = 128
 MAX_HEAD_DIM = 256
 
 
@@ -47,6 +48,41 @@ def decode_build(
     )
     spec = KernelSpec("paged_decode.cu", 32 * _decode_warps(kv, head_dim), macros)
     return DecodeBuild(spec, shared_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBuild:
+    """One build of paged_prefill.cu.
+
+    Attributes:
+        spec: the kernel.
+        shared_bytes: dynamic shared memory of a thread block.
+        rows: rows (query heads of new tokens that share a KV head) of a thread block.
+    """
+
+    spec: KernelSpec
+    shared_bytes: int
+    rows: int
+
+
+def prefill_build(query: torch.dtype, kv: torch.dtype, head_dim: int) -> PrefillBuild:
+    """Return the build for these dtypes and head size.
+
+    Raises:
+        InvalidLayout: a head size that the kernel cannot take.
+    """
+    check_head_dim(head_dim, kv)
+    dim = padded_dim(head_dim)
+    rows, tokens = (128, 64) if dim <= 128 else (64, 32)
+    stride = row_stride(dim * 2)
+    raw, factors = 0, 0
+    if kv.itemsize == 1:
+        loads = -(-tokens * head_dim // _CHUNK // _PREFILL_THREADS)
+        raw, factors = loads * _PREFILL_THREADS * _CHUNK, rows * 4
+    shared_bytes = (rows + 2 * tokens) * stride + 2 * raw + 2 * tokens * 8 + factors + 16
+    macros = (("QUERY_KIND", KINDS[query]), ("KV_KIND", KINDS[kv]), ("HEAD_DIM", head_dim))
+    spec = KernelSpec("paged_prefill.cu", _PREFILL_THREADS, (*macros, ("SHARED_BYTES", shared_bytes)))
+    return PrefillBuild(spec, shared_bytes, rows)
 
 
 def combine_spec(query: torch.dtype, head_dim: int) -> KernelSpec:

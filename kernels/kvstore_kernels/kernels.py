@@ -5,7 +5,16 @@ from typing import Protocol
 import torch
 
 from kvstore_kernels import reference
-from kvstore_kernels.attention import Problem, check_decode, decode_launches, plan_decode
+from kvstore_kernels.attention import (
+    Attention,
+    Problem,
+    check_decode,
+    check_prefill,
+    decode_launches,
+    plan_decode,
+    plan_prefill,
+    prefill_launches,
+)
 from kvstore_kernels.launching import KernelRunner, Launch
 from kvstore_kernels.moves import gather_launch, scatter_launch, write_launch
 from kvstore_kernels.splits import SplitPlan
@@ -119,7 +128,31 @@ class LaunchedKernels:
         check_decode(q, kv_pages, block_tables, context_lens, kv_scales)
         problem = Problem(q, kv_pages, block_tables, context_lens, kv_scales, _scale(q, scale))
         limits = self._runner.limits
-        attention = decode_launches(problem, plan or plan_decode(problem, limits), limits)
+        return self._attend(decode_launches(problem, plan or plan_decode(problem, limits), limits))
+
+    def paged_prefill(
+        self,
+        q: torch.Tensor,
+        kv_pages: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_starts: torch.Tensor,
+        context_lens: torch.Tensor,
+        *,
+        scale: float | None = None,
+        kv_scales: torch.Tensor | None = None,
+        plan: SplitPlan | None = None,
+    ) -> torch.Tensor:
+        """Return the causal attention of each sequence's newest tokens; see `reference.paged_prefill`.
+
+        Args:
+            plan: how contexts are split; by default they are only where rows are too few to keep the device busy.
+        """
+        check_prefill(q, kv_pages, block_tables, query_starts, context_lens, kv_scales)
+        problem = Problem(q, kv_pages, block_tables, context_lens, kv_scales, _scale(q, scale))
+        plan = plan or plan_prefill(problem, self._runner.limits)
+        return self._attend(prefill_launches(problem, query_starts, plan))
+
+    def _attend(self, attention: Attention) -> torch.Tensor:
         for launch in attention.launches:
             self._runner.run(launch)
         return attention.out
