@@ -103,9 +103,7 @@ def plan_prefill(problem: Problem, limits: DeviceLimits) -> SplitPlan:
     return plan_splits([problem.longest], rows=rows, places=limits.multiprocessors * at_once)
 
 
-def prefill_launches(
-    problem: Problem, query_starts: torch.Tensor, plan: SplitPlan
-) -> Attention:
+def prefill_launches(problem: Problem, query_starts: torch.Tensor, plan: SplitPlan) -> Attention:
     """The launches of paged_prefill.
 
     Raises:

@@ -31,9 +31,7 @@ class DecodeBuild:
     query_rows: int = _ROWS
 
 
-def decode_build(
-    query: torch.dtype, kv: torch.dtype, head_dim: int, limits: DeviceLimits
-) -> DecodeBuild:
+def decode_build(query: torch.dtype, kv: torch.dtype, head_dim: int, limits: DeviceLimits) -> DecodeBuild:
     """Return the build for these dtypes and head size: three stages of loads where they fit, else two.
 
     Raises:
@@ -73,13 +71,13 @@ def prefill_build(query: torch.dtype, kv: torch.dtype, head_dim: int) -> Prefill
     """
     check_head_dim(head_dim, kv)
     dim = padded_dim(head_dim)
-    rows, tokens = (128, 64) if dim <= 128 else (64, 32)
+    rows = 128 if dim <= 128 else 64
+    tokens = 64 if dim <= 96 else 48 if dim <= 128 else 32
     stride = row_stride(dim * 2)
-    raw, factors = 0, 0
+    raw = 0
     if kv.itemsize == 1:
-        loads = -(-tokens * head_dim // _CHUNK // _PREFILL_THREADS)
-        raw, factors = loads * _PREFILL_THREADS * _CHUNK, rows * 4
-    shared_bytes = (rows + 2 * tokens) * stride + 2 * raw + 2 * tokens * 8 + factors + 16
+        raw = -(-tokens * head_dim // _CHUNK // _PREFILL_THREADS) * _PREFILL_THREADS * _CHUNK
+    shared_bytes = (rows + 2 * tokens) * stride + 2 * raw + 2 * tokens * 8 + rows * 4 + 16
     macros = (("QUERY_KIND", KINDS[query]), ("KV_KIND", KINDS[kv]), ("HEAD_DIM", head_dim))
     spec = KernelSpec("paged_prefill.cu", _PREFILL_THREADS, (*macros, ("SHARED_BYTES", shared_bytes)))
     return PrefillBuild(spec, shared_bytes, rows)
@@ -109,8 +107,7 @@ def padded_dim(head_dim: int) -> int:
 
 def row_stride(row_bytes: int) -> int:
     """Bytes between rows in shared memory (Rows in attention.cuh)."""
-    chunks = row_bytes // _CHUNK
-    return (chunks if chunks % 8 == 0 else chunks | 1) * _CHUNK
+    return (row_bytes // _CHUNK | 1) * _CHUNK
 
 
 def _decode_warps(kv: torch.dtype, head_dim: int) -> int:

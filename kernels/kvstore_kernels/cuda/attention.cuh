@@ -16,18 +16,15 @@ struct Choose<false, A, B> {
     typedef B Type;
 };
 
-// Rows of kBytes in shared memory, in chunks of 16 bytes, so that the same chunk of 8 neighbouring rows lies in 8
-// different groups of 4 banks: by exchanging chunks where a row is a multiple of 128 bytes, else by an odd stride.
+// Rows of kBytes in shared memory, in chunks of 16 bytes. The stride is an odd number of chunks, so that the same chunk
+// of 8 neighbouring rows, and two chunks of 4 even rows, lie in different groups of 4 banks. (Exchanging chunks within
+// rows does the same without padding, but takes registers for addresses that are no constant distance apart.)
 template <int kBytes>
 struct Rows {
-    static constexpr int kChunks = kBytes / kChunk;
-    static constexpr bool kIsExchanged = kChunks % 8 == 0;
-    static constexpr int kStride = (kIsExchanged ? kChunks : kChunks | 1) * kChunk;
+    static constexpr int kStride = (kBytes / kChunk | 1) * kChunk;
     static_assert(kBytes % kChunk == 0, "rows are whole chunks");
 
-    static DEVICE int offset(int row, int chunk) {
-        return row * kStride + (kIsExchanged ? chunk ^ (row & 7) : chunk) * kChunk;
-    }
+    static DEVICE int offset(int row, int chunk) { return row * kStride + chunk * kChunk; }
 };
 
 // One layer's pages. Strides in bytes.

@@ -175,6 +175,15 @@ DEVICE u32 permute_bytes(u32 low, u32 high, u32 selector) {
 #endif
 }
 
+// The same number, but what is computed from it stays where it is written: moved out of a loop it would hold a register
+// all along.
+DEVICE int not_hoisted(int value) {
+#if KVSTORE_IS_CUDA
+    asm volatile("" : "+r"(value));
+#endif
+    return value;
+}
+
 // ---- global memory ------------------------------------------------------------------------------------------
 
 // A value that is used once: it leaves what the caches hold alone.

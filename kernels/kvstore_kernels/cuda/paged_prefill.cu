@@ -47,7 +47,7 @@ struct Prefill {
     static constexpr int kThreads = kWarps * kWarpThreads;
     static constexpr int kRowTiles = kDim <= 128 ? 2 : 1;  // of 16 rows, per warp
     static constexpr int kRows = kWarps * kRowTiles * 16;
-    static constexpr int kTokens = kDim <= 128 ? 64 : 32;  // keys of one tile
+    static constexpr int kTokens = kDim <= 96 ? 64 : kDim <= 128 ? 48 : 32;  // keys of one tile
     typedef Rows<kDim * 2> TileRows;
     static constexpr int kRowChunks = kHeadDim * bytes_of(kKvKind) / kChunk;  // of a cached row
     static constexpr int kLoads = ceil_div(kTokens * kRowChunks, kThreads);   // of one thread, per tile of keys
@@ -64,8 +64,8 @@ struct Prefill {
     static constexpr int kRawKeys = kValues + kTileBytes;
     static constexpr int kRawValues = kRawKeys + kRawBytes;
     static constexpr int kOffsets = kRawValues + kRawBytes;           // of rows, for two tiles in turn
-    static constexpr int kFactors = kOffsets + 2 * kTokens * 8;       // of query rows
-    static constexpr int kBad = kFactors + (kIsFp8 ? kRows * 4 : 0);  // whether a slot is outside the pages
+    static constexpr int kLast = kOffsets + 2 * kTokens * 8;  // last positions that rows see
+    static constexpr int kBad = kLast + kRows * 4;            // whether a slot is outside the pages
     static constexpr int kSharedBytes = kBad + 16;
     static_assert(kSharedBytes == kAskedBytes, "the launcher asks for another amount of shared memory");
 
@@ -145,35 +145,31 @@ struct Prefill {
         }
     }
 
-    // For fp8 pages: each warp converts its own rows, one after another.
-    DEVICE void convert_queries() {
-        constexpr int kPairs = ceil_div(kHeadDim / 2, kWarpThreads);
-        for (int i = 0; i < kRowTiles * 16; ++i) {
-            const int row = warp * kRowTiles * 16 + i;
-            const u32* source = reinterpret_cast<const u32*>(is_row(row) ? query_row(row) : a.queries);
-            float2 values[kPairs];
-            float largest = 0.0f;
-#pragma unroll
-            for (int k = 0; k < kPairs; ++k) {
-                const int pair = lane + k * kWarpThreads;
-                values[k] = make_float2(0.0f, 0.0f);
-                if (is_row(row) && pair < kHeadDim / 2) values[k] = unpack<Query>(source[pair]);
-                largest = larger(largest, larger(fabsf(values[k].x), fabsf(values[k].y)));
-            }
-#pragma unroll
-            for (int bits = 1; bits < kWarpThreads; bits *= 2) {
-                largest = larger(largest, __shfl_xor_sync(kAllLanes, largest, bits));
-            }
-            const RowFactor factor = row_factor(largest);
-#pragma unroll
-            for (int k = 0; k < kPairs; ++k) {
-                const int pair = lane + k * kWarpThreads;
-                if (pair >= kHeadDim / 2) break;
-                u8* to = shared_bytes() + TileRows::offset(row, pair / 4) + pair % 4 * 4;
-                *reinterpret_cast<u32*>(to) = pack<Compute>(values[k].x * factor.down, values[k].y * factor.down);
-            }
-            if (lane == 0) reinterpret_cast<float*>(shared_bytes() + kFactors)[row] = factor.up;
+    // For fp8 pages: each warp converts its own rows, by one factor for them all (see row_factor). Returns its inverse.
+    DEVICE float convert_queries() {
+        constexpr int kWarpRows = kRowTiles * 16, kPairs = kHeadDim / 2;
+        float largest = 0.0f;
+        for (int index = lane; index < kWarpRows * kPairs; index += kWarpThreads) {
+            const float2 value = query_pair(warp * kWarpRows + index / kPairs, index % kPairs);
+            largest = larger(largest, larger(fabsf(value.x), fabsf(value.y)));
         }
+#pragma unroll
+        for (int bits = 1; bits < kWarpThreads; bits *= 2) {
+            largest = larger(largest, __shfl_xor_sync(kAllLanes, largest, bits));
+        }
+        const RowFactor factor = row_factor(largest);
+        for (int index = lane; index < kWarpRows * kPairs; index += kWarpThreads) {
+            const int row = warp * kWarpRows + index / kPairs, pair = index % kPairs;
+            const float2 value = query_pair(row, pair);
+            u8* to = shared_bytes() + TileRows::offset(row, pair / 4) + pair % 4 * 4;
+            *reinterpret_cast<u32*>(to) = pack<Compute>(value.x * factor.down, value.y * factor.down);
+        }
+        return factor.up;
+    }
+
+    DEVICE float2 query_pair(int row, int pair) const {
+        if (!is_row(row)) return make_float2(0.0f, 0.0f);
+        return unpack<Query>(reinterpret_cast<const u32*>(query_row(row))[pair]);
     }
 
     // Columns between the head's own and the padded size are never loaded, and must not be NaN.
@@ -209,9 +205,9 @@ struct Prefill {
         const u8* head = a.pages.base + kv_head * a.pages.head_stride + plane * a.pages.plane_stride;
         u8* tile_memory = shared_bytes() + (plane ? kValues : kKeys);
         u8* raw = shared_bytes() + (plane ? kRawValues : kRawKeys);
-#pragma unroll
+#pragma unroll 2
         for (int i = 0; i < kLoads; ++i) {
-            const int index = i * kThreads + threadIdx.x;
+            const int index = i * kThreads + not_hoisted(threadIdx.x);
             const int row = index / kRowChunks, chunk = index % kRowChunks;
             if (kTokens * kRowChunks % kThreads && row >= kTokens) break;
             const i64 offset = offsets(of_tile)[row];
@@ -227,9 +223,9 @@ struct Prefill {
         if constexpr (kIsFp8) {
             u8* tile_memory = shared_bytes() + (plane ? kValues : kKeys);
             const u8* raw = shared_bytes() + (plane ? kRawValues : kRawKeys);
-#pragma unroll
+#pragma unroll 1
             for (int i = 0; i < kLoads; ++i) {
-                const int index = i * kThreads + threadIdx.x;
+                const int index = i * kThreads + not_hoisted(threadIdx.x);
                 const int row = index / kRowChunks, chunk = index % kRowChunks;
                 if (kTokens * kRowChunks % kThreads && row >= kTokens) break;
                 const uint4 bytes = shared_load<uint4>(raw + index * kChunk);
@@ -282,41 +278,46 @@ struct Prefill {
     }
 
     DEVICE void add_values(float (&sums)[kRowTiles][kOutTiles][4],
-                           const float (&weights)[kRowTiles][kScoreTiles][4]) const {
+                           const u32 (&weights)[kRowTiles][kTokens / 16][4]) const {
         const u8* values = shared_bytes() + kValues;
 #pragma unroll
         for (int step = 0; step < kTokens / 16; ++step) {
-            u32 weight[kRowTiles][4];
-#pragma unroll
-            for (int t = 0; t < kRowTiles; ++t) weights_as_operand<Compute>(weight[t], weights[t], step);
 #pragma unroll
             for (int pair = 0; pair < kOutTiles / 2; ++pair) {
                 u32 value[4];
                 load_matrix_x4_transposed(value, values + TileRows::offset(step * 16 + lane % 16, 2 * pair + lane / 16));
 #pragma unroll
                 for (int t = 0; t < kRowTiles; ++t) {
-                    multiply_add<Compute>(sums[t][2 * pair], weight[t], value[0], value[1]);
-                    multiply_add<Compute>(sums[t][2 * pair + 1], weight[t], value[2], value[3]);
+                    multiply_add<Compute>(sums[t][2 * pair], weights[t][step], value[0], value[1]);
+                    multiply_add<Compute>(sums[t][2 * pair + 1], weights[t][step], value[2], value[3]);
                 }
             }
         }
     }
 
+    // The last position of this split that each row sees.
+    DEVICE int* last_positions() const { return reinterpret_cast<int*>(shared_bytes() + kLast); }
+
+    DEVICE void keep_last_positions() {
+        for (int row = threadIdx.x; row < kRows; row += kThreads) {
+            last_positions()[row] = smaller(end - 1, context.length - query_tokens + row_token(row));
+        }
+    }
+
     // Hide keys behind a row's own position, and behind the end of this split.
     DEVICE void hide(float (&scores)[kRowTiles][kScoreTiles][4], int first) const {
-        const int before = context.length - query_tokens;  // cached tokens before the first new one
-        if (first + kTokens <= smaller(end, before + row_token(0) + 1)) return;
+        if (first + kTokens <= last_positions()[0] + 1) return;
+        const int own = first + lane % 4 * 2;
 #pragma unroll
         for (int t = 0; t < kRowTiles; ++t) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int last = smaller(end - 1, before + row_token(own_row(t, half)));
+                const int left = last_positions()[own_row(t, half)] - own;
 #pragma unroll
                 for (int tile_of = 0; tile_of < kScoreTiles; ++tile_of) {
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
-                        const int position = first + tile_of * 8 + lane % 4 * 2 + i;
-                        if (position > last) scores[t][tile_of][half * 2 + i] = negative_infinity();
+                        if (tile_of * 8 + i > left) scores[t][tile_of][half * 2 + i] = negative_infinity();
                     }
                 }
             }
@@ -329,29 +330,25 @@ struct Prefill {
         clear_padding();
         if (threadIdx.x == 0) *reinterpret_cast<volatile int*>(shared_bytes() + kBad) = context.is_invalid;
         __syncthreads();
+        keep_last_positions();
         keep_offsets(look_up_tile(0), 0);
+        float factor = a.scale_log2 * (a.scales ? a.scales[kv_head] : 1.0f);
         if constexpr (kIsFp8) {
-            convert_queries();
+            factor *= convert_queries();
         } else {
             start_queries();
         }
+        factor = score_factor(factor);
         __syncthreads();
         start_plane(0, 0);
 
         float sums[kRowTiles][kOutTiles][4] = {};
         RunningRow state[kRowTiles][2];
-        float factors[kRowTiles][2];
-        const float scale = a.scale_log2 * (a.scales ? a.scales[kv_head] : 1.0f);
 #pragma unroll
         for (int t = 0; t < kRowTiles; ++t) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 state[t][half] = {negative_infinity(), 0.0f};
-                factors[t][half] = score_factor(scale);
-                if constexpr (kIsFp8) {
-                    const float* ups = reinterpret_cast<const float*>(shared_bytes() + kFactors);
-                    factors[t][half] = score_factor(scale * ups[own_row(t, half)]);
-                }
             }
         }
 
@@ -371,8 +368,8 @@ struct Prefill {
             hide(scores, first_position(i));
 #pragma unroll
             for (int t = 0; t < kRowTiles; ++t) {
-                const float low = take_scores(state[t][0], scores[t], 0, factors[t][0]);
-                const float high = take_scores(state[t][1], scores[t], 2, factors[t][1]);
+                const float low = take_scores(state[t][0], scores[t], 0, factor);
+                const float high = take_scores(state[t][1], scores[t], 2, factor);
 #pragma unroll
                 for (int tile_of = 0; tile_of < kOutTiles; ++tile_of) {
                     sums[t][tile_of][0] *= low;
@@ -381,7 +378,15 @@ struct Prefill {
                     sums[t][tile_of][3] *= high;
                 }
             }
-            add_values(sums, scores);
+            u32 weights[kRowTiles][kTokens / 16][4];
+#pragma unroll
+            for (int t = 0; t < kRowTiles; ++t) {
+#pragma unroll
+                for (int step = 0; step < kTokens / 16; ++step) {
+                    weights_as_operand<Compute>(weights[t][step], scores[t], step);
+                }
+            }
+            add_values(sums, weights);
         }
         wait_copies<0>();
         __syncthreads();
