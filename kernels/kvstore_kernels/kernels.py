@@ -1,4 +1,4 @@
-"""PagedKernels: what an engine calls; LaunchedKernels carries the calls out by the kernels of this package."""
+"""PagedKernels: what an engine calls; LaunchedKernels carries the calls out by the CUDA sources."""
 
 from typing import Protocol
 
@@ -23,8 +23,8 @@ from kvstore_kernels.splits import SplitPlan
 class PagedKernels(Protocol):
     """Operations on pages of KV memory. Shapes, dtypes and errors are those of `kvstore_kernels.reference`.
 
-    On a GPU a call queues work on torch's current stream and returns at once; tensors may be freed or changed by
-    later work on that stream only.
+    On a GPU a call queues work on torch's current stream and returns at once; tensors may be freed or
+    changed by later work on that stream only.
     """
 
     def write_kv(
@@ -58,6 +58,42 @@ class PagedKernels(Protocol):
     ) -> None:
         """Copy one contiguous run of blocks into pages; see `reference.scatter_blocks`."""
 
+    def paged_decode(
+        self,
+        q: torch.Tensor,
+        kv_pages: torch.Tensor,
+        block_tables: torch.Tensor,
+        context_lens: torch.Tensor,
+        *,
+        scale: float | None = None,
+        kv_scales: torch.Tensor | None = None,
+        plan: SplitPlan | None = None,
+    ) -> torch.Tensor:
+        """Return the attention of one new token per sequence; see `reference.paged_decode`.
+
+        ``plan`` says how contexts are split (see `plan_splits`); by default one is made for contexts as
+        long as the block tables have room for, so keep those as narrow as the longest context allows.
+        """
+
+    def paged_prefill(
+        self,
+        q: torch.Tensor,
+        kv_pages: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_starts: torch.Tensor,
+        context_lens: torch.Tensor,
+        *,
+        scale: float | None = None,
+        kv_scales: torch.Tensor | None = None,
+        plan: SplitPlan | None = None,
+    ) -> torch.Tensor:
+        """Return the causal attention of each sequence's newest tokens; see `reference.paged_prefill`.
+
+        Rows of ``q`` that belong to no sequence come back undefined.
+
+        ``plan`` says how contexts are split; by default they are where rows are too few to fill the device.
+        """
+
 
 class ReferenceKernels:
     """PagedKernels by the torch reference; on any device, and slow."""
@@ -65,8 +101,41 @@ class ReferenceKernels:
     write_kv = staticmethod(reference.write_kv)
     gather_blocks = staticmethod(reference.gather_blocks)
     scatter_blocks = staticmethod(reference.scatter_blocks)
-    paged_decode = staticmethod(reference.paged_decode)
-    paged_prefill = staticmethod(reference.paged_prefill)
+
+    def paged_decode(
+        self,
+        q: torch.Tensor,
+        kv_pages: torch.Tensor,
+        block_tables: torch.Tensor,
+        context_lens: torch.Tensor,
+        *,
+        scale: float | None = None,
+        kv_scales: torch.Tensor | None = None,
+        plan: SplitPlan | None = None,
+    ) -> torch.Tensor:
+        """Return the attention of one new token per sequence; the plan does not matter."""
+        del plan
+        return reference.paged_decode(
+            q, kv_pages, block_tables, context_lens, scale=scale, kv_scales=kv_scales
+        )
+
+    def paged_prefill(
+        self,
+        q: torch.Tensor,
+        kv_pages: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_starts: torch.Tensor,
+        context_lens: torch.Tensor,
+        *,
+        scale: float | None = None,
+        kv_scales: torch.Tensor | None = None,
+        plan: SplitPlan | None = None,
+    ) -> torch.Tensor:
+        """Return the causal attention of each sequence's newest tokens; the plan does not matter."""
+        del plan
+        return reference.paged_prefill(
+            q, kv_pages, block_tables, query_starts, context_lens, scale=scale, kv_scales=kv_scales
+        )
 
 
 class LaunchedKernels:
@@ -122,8 +191,7 @@ class LaunchedKernels:
     ) -> torch.Tensor:
         """Return the attention of one new token per sequence; see `reference.paged_decode`.
 
-        Args:
-            plan: how contexts are split; by default made for contexts as long as the block tables have room for.
+        ``plan`` says how contexts are split; by default they are where rows are too few to fill the device.
         """
         check_decode(q, kv_pages, block_tables, context_lens, kv_scales)
         problem = Problem(q, kv_pages, block_tables, context_lens, kv_scales, _scale(q, scale))
@@ -144,8 +212,7 @@ class LaunchedKernels:
     ) -> torch.Tensor:
         """Return the causal attention of each sequence's newest tokens; see `reference.paged_prefill`.
 
-        Args:
-            plan: how contexts are split; by default they are only where rows are too few to keep the device busy.
+        ``plan`` says how contexts are split; by default they are where rows are too few to fill the device.
         """
         check_prefill(q, kv_pages, block_tables, query_starts, context_lens, kv_scales)
         problem = Problem(q, kv_pages, block_tables, context_lens, kv_scales, _scale(q, scale))

@@ -1,4 +1,4 @@
-"""KernelSpec and Launch: which kernel in which build, and one call of it; KernelRunner carries a launch out."""
+"""KernelSpec and Launch: a kernel in one build, and a call of it; KernelRunner carries launches out."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -159,7 +159,7 @@ def _move(
     kv_scales: torch.Tensor | None,
 ) -> Launch | None:
     slots = numbers[0] if numbers[0] is not None else numbers[1]
-    assert slots is not None  # noqa: S101 - the two callers each give one
+    assert slots is not None  # the two callers each give one
     if not slots.shape[0] or not source[:1].numel():
         return None
     for name, tensor in (("source", source), ("target", target)):
@@ -201,7 +201,7 @@ def _convert(
     for name, tensor in (("source", source), ("target", target)):
         check_rows(name, tensor)
     slots = numbers[0] if numbers[0] is not None else numbers[1]
-    assert slots is not None  # noqa: S101 - see _move
+    assert slots is not None  # see _move
     piece_groups = tokens * heads * head_dim // _GROUP
     chunks = -(-piece_groups // _CHUNK_UNITS)
     arguments: tuple[Argument, ...] = (

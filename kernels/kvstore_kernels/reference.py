@@ -2,13 +2,18 @@
 
 Shapes, everywhere in this package:
 
-* one layer's pages: ``[pages, 2, block_tokens, kv_heads, head_dim]``; plane 0 holds keys, plane 1 values. A view
-  ``pool[:, layer]`` of pages that hold all layers is what is meant: only the last dimension must be contiguous.
-* all layers' pages: ``[pages, layers, 2, block_tokens, kv_heads, head_dim]``, where a page is a block of the store
+* one layer's pages: ``[pages, 2, block_tokens, kv_heads, head_dim]``; plane 0 holds keys, plane 1 values. A
+view
+  ``pool[:, layer]`` of pages that hold all layers is what is meant: only the last dimension must be
+  contiguous.
+* all layers' pages: ``[pages, layers, 2, block_tokens, kv_heads, head_dim]``, where a page is a block of the
+store
   (`kvstore.layout.KVLayout`); a slot is the number of a page.
-* ``block_tables``: ``[sequences, max_blocks]``, int32: the slots of each sequence's blocks in order. What lies behind
+* ``block_tables``: ``[sequences, max_blocks]``, int32: the slots of each sequence's blocks in order. What
+lies behind
   a sequence's last block is never read.
-* ``kv_scales``: float32, ``[2, kv_heads]`` for one layer, ``[layers, 2, kv_heads]`` for all: a number held as fp8
+* ``kv_scales``: float32, ``[2, kv_heads]`` for one layer, ``[layers, 2, kv_heads]`` for all: a number held
+as fp8
   stands for itself times its scale.
 """
 
@@ -68,7 +73,7 @@ def write_kv(
     for plane, new in enumerate((k, v)):
         kept = new[is_kept]
         if kv_pages.dtype != new.dtype:
-            assert kv_scales is not None  # noqa: S101 - check_write has seen it
+            assert kv_scales is not None  # check_write has seen it
             kept = quantise(kept, kv_scales[plane, :, None], kv_pages.dtype)
         _raw(kv_pages)[pages, plane, rows] = _raw(kept)
 
@@ -112,7 +117,7 @@ def scatter_blocks(
 def _converted(values: torch.Tensor, dtype: torch.dtype, kv_scales: torch.Tensor | None) -> torch.Tensor:
     if values.dtype == dtype:
         return values
-    assert kv_scales is not None  # noqa: S101 - check_blocks has seen it
+    assert kv_scales is not None  # check_blocks has seen it
     scales = kv_scales[:, :, None, :, None]
     return quantise(values, scales, dtype) if dtype in FP8_DTYPES else dequantise(values, scales, dtype)
 
@@ -178,8 +183,9 @@ def paged_prefill(
 ) -> torch.Tensor:
     """Return the causal attention of each sequence's newest tokens over its cached tokens.
 
-    The queries of sequence s are rows ``query_starts[s]`` to ``query_starts[s + 1]`` of ``q``; they stand at the last
-    positions of its context, whose keys and values are already in the pages. A row that sees no key gives zeros.
+    The queries of sequence s are rows ``query_starts[s]`` to ``query_starts[s + 1]`` of ``q``; they stand at
+    the last positions of its context, whose keys and values are already in the pages. A row that sees no key
+    gives zeros.
 
     Args:
         q: ``[tokens, heads, head_dim]``.

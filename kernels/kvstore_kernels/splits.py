@@ -11,7 +11,7 @@ _MAX_SPLITS = 128
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """Splits of ``tokens`` positions each, ``count`` per sequence; a shorter sequence leaves its last ones empty."""
+    """Splits of ``tokens`` positions each, ``count`` per sequence; in a shorter one the last are empty."""
 
     tokens: int
     count: int
@@ -20,8 +20,8 @@ class SplitPlan:
 def plan_splits(context_lens: Sequence[int], *, rows: int, places: int) -> SplitPlan:
     """Return the split length that ends soonest.
 
-    The model: every thread block takes its number of tokens plus a fixed cost; blocks start in order on ``places``
-    places. A split is never shorter than 256 tokens, and there are at most 128 of them.
+    The model: every thread block takes its number of tokens plus a fixed cost; blocks start in order on
+    ``places`` places. A split is never shorter than 256 tokens, and there are at most 128 of them.
 
     Args:
         context_lens: cached tokens of each sequence, or an upper bound.

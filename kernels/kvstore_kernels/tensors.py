@@ -1,4 +1,4 @@
-"""Checks of the tensors that are handed to kernels: a wrong one is refused here, not read out of bounds there."""
+"""Checks of tensors for kernels: a wrong one is refused here, not read out of bounds there."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Kernels under test: the CUDA sources on the CPU, with and without sanitizers, and on a GPU where there is one."""
+"""Kernels under test: the CUDA sources on the CPU, with and without sanitizers, and on a GPU."""
 
 import os
 from collections.abc import Iterator
@@ -41,11 +41,14 @@ def cuda_headers() -> Path:
 
 
 @pytest.fixture(scope="session")
-def builds(cuda_headers: Path, pytestconfig: pytest.Config) -> dict[str, Build]:
+def builds(cuda_headers: Path, pytestconfig: pytest.Config) -> Iterator[dict[str, Build]]:
     if find_compiler() is None:
         not_possible("no g++ found: apt-get install g++")
     folder = pytestconfig.rootpath / ".cache" / "kernels"
-    return {kind: start_build(SPECS, kind, cuda_headers, folder) for kind in FLAGS}
+    builds = {kind: start_build(SPECS, kind, cuda_headers, folder) for kind in FLAGS}
+    yield builds
+    for build in builds.values():
+        build.stop()
 
 
 @pytest.fixture(scope="session", params=[*FLAGS, pytest.param("cuda", marks=pytest.mark.gpu)])

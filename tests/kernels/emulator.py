@@ -1,8 +1,10 @@
 """EmulatedRunner: the shipped CUDA sources, built by g++ and run on the CPU (see emulation.h).
 
-The headers of CUDA's number types come from an installed package or toolkit when a test runs; none is kept here.
+The headers of CUDA's number types come from an installed package or toolkit when a test runs; none is kept
+here.
 """
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 
 from kvstore_kernels.launching import SOURCE_DIR, Argument, DeviceLimits, KernelSpec, Launch, Written
+from tests.kernels.specs import H200
 
 HERE = Path(__file__).parent
 FLAGS = {
@@ -33,7 +36,6 @@ SANITIZER_OPTIONS = {
     "ASAN_OPTIONS": "detect_stack_use_after_return=0:detect_leaks=0:abort_on_error=0:exitcode=99",
     "UBSAN_OPTIONS": "print_stacktrace=1",
 }
-H200 = DeviceLimits(multiprocessors=132, block_shared_bytes=227 << 10, multiprocessor_shared_bytes=228 << 10)
 
 
 class EmulationFailed(AssertionError):
@@ -79,7 +81,8 @@ def start_build(specs: Sequence[KernelSpec], build: str, headers: Path, folder: 
         "-o",
         str(unfinished),
     ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with unfinished.with_suffix(".log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     return Build(program, process, unfinished)
 
 
@@ -88,14 +91,19 @@ class Build:
     """A build that is under way or done."""
 
     program: Path
-    process: "subprocess.Popen[str] | None"
+    process: "subprocess.Popen[bytes] | None"
     unfinished: Path
+
+    def stop(self) -> None:
+        """End a build that nobody waited for."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
 
     def finish(self) -> Path:
         """Return the program once it is built."""
         if self.process is not None:
-            output, _ = self.process.communicate()
-            assert self.process.returncode == 0, output
+            assert self.process.wait() == 0, self.unfinished.with_suffix(".log").read_text()[:8000]
             self.unfinished.rename(self.program)
             self.process = None
         return self.program
@@ -118,7 +126,8 @@ class EmulatedRunner:
 
     def run(self, launch: Launch) -> None:
         process = self._started()
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         self.seed += 1
         try:
             process.stdin.write(_encoded(launch, self.seed))
@@ -132,7 +141,8 @@ class EmulatedRunner:
 
     def close(self) -> None:
         if self._process is not None:
-            assert self._process.stdin is not None and self._process.stdout is not None
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
             self._process.stdin.close()
             self._process.wait()
             self._process.stdout.close()
@@ -163,7 +173,9 @@ class EmulatedRunner:
 
     def _last_words(self) -> str:
         process, self._process = self._process, None
-        assert process is not None and process.stdin is not None and process.stdout is not None
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         status = process.wait()
         self._stderr.seek(0)
         words = self._stderr.read().decode(errors="replace")
@@ -171,10 +183,8 @@ class EmulatedRunner:
         process.stdout.close()
         # What was not yet written into the pipe of the dead child goes nowhere.
         os.set_blocking(process.stdin.fileno(), False)
-        try:
+        with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
-        except BrokenPipeError:
-            pass
         return f"status {status}: {words[:4000]}"
 
 

@@ -1,0 +1,120 @@
+"""CudaRunner: launches on a GPU by CuPy. No other module touches CuPy's runtime, and this one only in use."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvstore_kernels.binary_cache import BinaryCache
+from kvstore_kernels.compiling import KernelBinaries, KernelsUnavailable, default_cache, open_nvrtc
+from kvstore_kernels.cuda_headers import find_cuda_headers
+from kvstore_kernels.launching import Argument, DeviceLimits, KernelSpec, Launch, Written
+
+_OLDEST = (8, 0)
+
+
+class CudaRunner:
+    """Runs launches on one CUDA device, on torch's current stream there.
+
+    A kernel is loaded when it is first launched: from the cache on disk, else compiled (0.3 to 2 s). May be
+    used from several threads; two that need the same kernel first may both load it.
+    """
+
+    def __init__(self, device: torch.device, binaries: KernelBinaries, limits: DeviceLimits) -> None:
+        self._device = device
+        self._binaries = binaries
+        self._limits = limits
+        self._functions: dict[KernelSpec, Any] = {}  # CuPy ships no types
+
+    @classmethod
+    def open(cls, device: torch.device, *, cache: BinaryCache | None = None) -> "CudaRunner":
+        """Return a runner for a device.
+
+        Args:
+            device: a CUDA device; without an index, the current one.
+            cache: where compiled kernels are kept; in the user's home by default.
+
+        Raises:
+            KernelsUnavailable: no such device, too old a one, or no compiler.
+            CudaHeadersMissing: no CUDA headers.
+        """
+        if not torch.cuda.is_available():
+            raise KernelsUnavailable("no CUDA device, or a torch without CUDA")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        properties = torch.cuda.get_device_properties(index)
+        capability = (properties.major, properties.minor)
+        if capability < _OLDEST:
+            raise KernelsUnavailable(f"compute capability {capability}, at least {_OLDEST} is needed")
+        architecture = f"sm_{capability[0]}{capability[1]}"
+        compiler = open_nvrtc()
+        limits = _limits(index)
+        binaries = KernelBinaries(compiler, cache or default_cache(), architecture, find_cuda_headers())
+        return cls(torch.device("cuda", index), binaries, limits)
+
+    @property
+    def limits(self) -> DeviceLimits:
+        """The device's limits."""
+        return self._limits
+
+    def run(self, launch: Launch) -> None:
+        """Queue a launch.
+
+        Raises:
+            KernelsUnavailable: the kernel does not compile, or the driver refuses it.
+        """
+        # CuPy is optional, and takes a second to import.
+        import cupy
+
+        with cupy.cuda.Device(self._device.index):
+            try:
+                function = self._functions.get(launch.spec) or self._load(launch)
+                stream = cupy.cuda.ExternalStream(torch.cuda.current_stream(self._device).cuda_stream)
+                arguments = tuple(_argument(argument) for argument in launch.arguments)
+                function(
+                    launch.grid,
+                    (launch.spec.threads, 1, 1),
+                    arguments,
+                    shared_mem=launch.shared_bytes,
+                    stream=stream,
+                )
+            except cupy.cuda.driver.CUDADriverError as error:
+                raise KernelsUnavailable(f"{launch.spec.name}: {error}") from error
+
+    def _load(self, launch: Launch) -> Any:  # CuPy ships no types
+        from cupy.cuda import driver, function
+
+        module = function.Module()
+        module.load(self._binaries.get(launch.spec))
+        loaded = module.get_function(launch.spec.name)
+        if launch.shared_bytes:
+            # A build always asks for the same amount.
+            for attribute, value in (
+                (driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared_bytes),
+                (driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
+            ):
+                driver.funcSetAttribute(loaded.ptr, attribute, value)
+        self._functions[launch.spec] = loaded
+        return loaded
+
+
+def _limits(index: int) -> DeviceLimits:
+    # CuPy is optional, and takes a second to import.
+    from cupy.cuda import runtime
+
+    return DeviceLimits(
+        multiprocessors=runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, index),
+        block_shared_bytes=runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, index),
+        multiprocessor_shared_bytes=runtime.deviceGetAttribute(
+            runtime.cudaDevAttrMaxSharedMemoryPerMultiprocessor, index
+        ),
+    )
+
+
+def _argument(argument: Argument) -> np.generic:
+    if argument is None:
+        return np.uint64(0)
+    if isinstance(argument, Written):
+        return np.uint64(argument.tensor.data_ptr())
+    if isinstance(argument, torch.Tensor):
+        return np.uint64(argument.data_ptr())
+    return argument
