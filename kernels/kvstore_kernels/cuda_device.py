@@ -1,5 +1,7 @@
 """CudaRunner: launches on a GPU by CuPy. No other module touches CuPy's runtime, and this one only in use."""
 
+import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -68,15 +70,14 @@ class CudaRunner:
         with cupy.cuda.Device(self._device.index):
             try:
                 function = self._functions.get(launch.spec) or self._load(launch)
-                stream = cupy.cuda.ExternalStream(torch.cuda.current_stream(self._device).cuda_stream)
-                arguments = tuple(_argument(argument) for argument in launch.arguments)
-                function(
-                    launch.grid,
-                    (launch.spec.threads, 1, 1),
-                    arguments,
-                    shared_mem=launch.shared_bytes,
-                    stream=stream,
+                words, pointers = packed(launch.arguments)
+                cupy.cuda.driver.launchKernel(
+                    *(function.ptr, *launch.grid, launch.spec.threads, 1, 1, launch.shared_bytes),
+                    torch.cuda.current_stream(self._device).cuda_stream,
+                    ctypes.addressof(pointers),
+                    0,
                 )
+                del words  # read by the call above, through the pointers
             except cupy.cuda.driver.CUDADriverError as error:
                 raise KernelsUnavailable(f"{launch.spec.name}: {error}") from error
 
@@ -110,11 +111,22 @@ def _limits(index: int) -> DeviceLimits:
     )
 
 
-def _argument(argument: Argument) -> np.generic:
+def packed(
+    arguments: Sequence[Argument],
+) -> tuple["ctypes.Array[ctypes.c_uint64]", "ctypes.Array[ctypes.c_void_p]"]:
+    """Return the arguments' bytes, little-endian, eight for each, and the address of each in them."""
+    words = (ctypes.c_uint64 * len(arguments))(*(_word(argument) for argument in arguments))
+    first = ctypes.addressof(words)
+    return words, (ctypes.c_void_p * len(arguments))(*(first + 8 * i for i in range(len(arguments))))
+
+
+def _word(argument: Argument) -> int:
     if argument is None:
-        return np.uint64(0)
+        return 0
     if isinstance(argument, Written):
-        return np.uint64(argument.tensor.data_ptr())
+        return argument.tensor.data_ptr()
     if isinstance(argument, torch.Tensor):
-        return np.uint64(argument.data_ptr())
-    return argument
+        return argument.data_ptr()
+    if isinstance(argument, np.float32):
+        return int(argument.view(np.uint32))
+    return int(argument) & (2**64 - 1)

@@ -37,7 +37,7 @@ def plan_splits(context_lens: Sequence[int], *, rows: int, places: int) -> Split
         # The last wave may be partly filled; with many waves blocks of all lengths even out.
         cost = (waves if waves < 4 else blocks / places) * (tokens + 32) + (8 * count if count > 1 else 0)
         if best_cost is None or cost < best_cost:
-            best, best_cost = SplitPlan(tokens, -(-longest // tokens)), cost
+            best, best_cost = SplitPlan(tokens, max(1, -(-longest // tokens))), cost
     return best
 
 

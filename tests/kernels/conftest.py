@@ -9,6 +9,7 @@ from typing import NoReturn
 import pytest
 import torch
 
+from kvstore_kernels.cuda_device import CudaRunner
 from kvstore_kernels.cuda_headers import CudaHeadersMissing, find_cuda_headers
 from kvstore_kernels.kernels import LaunchedKernels
 from tests.kernels.emulator import FLAGS, Build, EmulatedRunner, find_compiler, start_build
@@ -54,7 +55,11 @@ def builds(cuda_headers: Path, pytestconfig: pytest.Config) -> Iterator[dict[str
 @pytest.fixture(scope="session", params=[*FLAGS, pytest.param("cuda", marks=pytest.mark.gpu)])
 def under_test(request: pytest.FixtureRequest) -> Iterator[UnderTest]:
     if request.param == "cuda":
-        pytest.skip("no CUDA device")
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        device = torch.device("cuda", torch.cuda.current_device())
+        yield UnderTest(LaunchedKernels(CudaRunner.open(device)), device, "cuda", None)
+        return
     runner = EmulatedRunner(request.getfixturevalue("builds")[request.param])
     yield UnderTest(LaunchedKernels(runner), torch.device("cpu"), request.param, runner)
     runner.close()
