@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -191,6 +192,20 @@ class ArenaView:
         self._check_range(offset, length_bytes)
         return array[offset : offset + length_bytes]
 
+    def slot_arrays(self, offsets: Sequence[int], length_bytes: int) -> list[npt.NDArray[np.uint8]]:
+        """As ``slot_array``, of several slots.
+
+        Raises:
+            InvalidRequest: a range does not lie in the slot space.
+        """
+        array = self._array
+        if array is None:
+            raise InvalidRequest("arena: the view is closed")
+        if offsets:
+            self._check_range(min(offsets), length_bytes)
+            self._check_range(max(offsets), length_bytes)
+        return [array[offset : offset + length_bytes] for offset in offsets]
+
     def generation(self, offset: int) -> int:
         """Return the generation of the slot at ``offset``: it grows when the slot is allocated or freed.
 
@@ -203,6 +218,13 @@ class ArenaView:
         generation: int = table[self._page(offset)]
         return generation
 
+    def generations(self, offsets: Sequence[int]) -> list[int]:
+        """Return the generation of the slot at each of several offsets, which are those of slots."""
+        table, start = self._generations, self._slots_offset
+        if table is None:
+            raise InvalidRequest("arena: the view is closed")
+        return [table[(offset - start) // ALIGNMENT_BYTES] for offset in offsets]
+
     def advance_generation(self, offset: int) -> int:
         """Raise the generation of the slot at ``offset`` by one (modulo 2**32) and return it."""
         table = self._generations
@@ -212,6 +234,15 @@ class ArenaView:
         raised: int = (table[page] + 1) & 0xFFFF_FFFF
         table[page] = raised
         return raised
+
+    def advance_generations(self, offsets: Sequence[int]) -> None:
+        """As ``advance_generation``, of several slots."""
+        table, start = self._generations, self._slots_offset
+        assert table is not None, "arena: the view is closed"
+        assert self._is_writable, "arena: not mapped writable"
+        for offset in offsets:
+            page = (offset - start) // ALIGNMENT_BYTES
+            table[page] = (table[page] + 1) & 0xFFFF_FFFF
 
     def close(self) -> None:
         """Let go of the mapping; it goes when the last view that a caller kept is dropped. Idempotent."""

@@ -134,7 +134,8 @@ class BlockEntry:
 class Shelf:
     """The blocks of one part of one namespace. Of a stale one (an epoch that is over) none is served.
 
-    ``fastest`` repeats what the entries say, for look-ups of thousands of keys at once.
+    ``fastest`` repeats what the entries say, for look-ups of thousands of keys at once. ``name_end`` is what
+    its storage keys have behind the block key.
     """
 
     namespace: NamespaceDigest
@@ -144,10 +145,10 @@ class Shelf:
     entries: dict[BlockKey, BlockEntry] = field(default_factory=dict)
     fastest: dict[BlockKey, str] = field(default_factory=dict)
     is_stale: bool = False
-    part_bytes: bytes = b""
+    name_end: bytes = b""
 
     def __post_init__(self) -> None:
-        self.part_bytes = self.part.pack()
+        self.name_end = self.part.pack() + self.namespace
 
     def block(self, key: BlockKey) -> BlockId:
         """The id of the block of that key on this shelf."""
@@ -155,7 +156,7 @@ class Shelf:
 
     def name(self, key: BlockKey) -> StorageKey:
         """The storage key of the block of that key on this shelf."""
-        return StorageKey(key + self.part_bytes)
+        return StorageKey(key + self.name_end)
 
 
 class Directory:
@@ -175,6 +176,7 @@ class Directory:
         self._gone: OrderedDict[StorageKey, Gone] = OrderedDict()
         self._used_bytes: dict[tuple[str, NamespaceDigest], int] = {}
         self._epochs: dict[str, int] = {}
+        self._only_child: dict[str, Mapping[str, int]] = {tier: {tier: 1} for tier in certain_tiers}
 
     def open_namespace(
         self, namespace: Namespace, *, in_use: Callable[[], Set[NamespaceDigest]] = frozenset
@@ -275,7 +277,7 @@ class Directory:
             if known is not None:
                 names += self._adopt_known(known, parent, tier)
                 continue
-            name = StorageKey(key + shelf.part_bytes)
+            name = StorageKey(key + shelf.name_end)
             copies = {tier: Copy(ready, None, None, depth > 0)}
             entry = BlockEntry(shelf, key, name, parent, depth, copies, 0, 0, None, "", NO_CHILDREN, fastest)
             shelf.entries[key] = by_name[name] = entry
@@ -336,12 +338,28 @@ class Directory:
             entry.parent = parent
         return entry
 
+    def file(
+        self, shelf: Shelf, key: BlockKey, parent: BlockKey, *, depth: int, tier: str, copy: Copy
+    ) -> BlockEntry:
+        """File a block that has no entry, with a READY copy in a certain tier. See ``use_bytes``."""
+        name = shelf.name(key)
+        copies = {tier: copy}
+        entry = BlockEntry(shelf, key, name, parent, depth, copies, 0, 0, None, "", NO_CHILDREN, tier)
+        shelf.entries[key] = self._by_name[name] = entry
+        shelf.fastest[key] = tier
+        copy.is_counted = self._count_at_parent(entry, tier)
+        return entry
+
+    def use_bytes(self, shelf: Shelf, tier: str, num_blocks: int) -> None:
+        """Count the bytes of blocks that were filed."""
+        self._use_bytes(shelf.namespace, tier, num_blocks * shelf.length_bytes)
+
     def set_copy(self, entry: BlockEntry, tier: str, copy: Copy) -> None:
         """Give an entry a copy in a tier (or change it), counting it as its parent's child."""
         known = entry.copies.get(tier)
         if known is None:
             copy.is_counted = self._count_at_parent(entry, tier)
-            self._use_bytes(entry, tier, entry.length_bytes)
+            self._use_bytes(entry.shelf.namespace, tier, entry.length_bytes)
         else:
             copy.is_counted = known.is_counted
         entry.copies[tier] = copy
@@ -359,7 +377,7 @@ class Directory:
     def remove_copy(self, entry: BlockEntry, tier: str, gone: Gone | None = None) -> Copy:
         """Take an entry's copy in a tier away, and remember why if it was the last and a reason is given."""
         copy = entry.copies.pop(tier)
-        self._use_bytes(entry, tier, -entry.length_bytes)
+        self._use_bytes(entry.shelf.namespace, tier, -entry.length_bytes)
         self._update_fastest(entry)
         if copy.is_counted:
             self._uncount_at_parent(entry, tier)
@@ -435,8 +453,8 @@ class Directory:
         else:
             entry.shelf.fastest.pop(entry.key, None)
 
-    def _use_bytes(self, entry: BlockEntry, tier: str, change: int) -> None:
-        about = (tier, entry.shelf.namespace)
+    def _use_bytes(self, namespace: NamespaceDigest, tier: str, change: int) -> None:
+        about = (tier, namespace)
         used = self._used_bytes.get(about, 0) + change
         if used:
             self._used_bytes[about] = used
@@ -463,7 +481,10 @@ class Directory:
             parent = self._new_entry(entry.shelf, entry.parent, None, entry.depth - 1)
         if parent.depth != entry.depth - 1:
             return False
-        parent.children = _counted(parent.children, tier, 1)
+        if parent.children is NO_CHILDREN and tier in self._only_child:
+            parent.children = self._only_child[tier]
+        else:
+            parent.children = _counted(parent.children, tier, 1)
         return True
 
     def _uncount_at_parent(self, entry: BlockEntry, tier: str) -> None:

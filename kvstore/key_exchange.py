@@ -13,15 +13,13 @@ from dataclasses import dataclass
 
 from kvstore.checksum import checksum
 from kvstore.errors import CorruptBlock
-from kvstore.keys import BlockKey, NamespaceDigest
+from kvstore.keys import BlockKey
 from kvstore.layout import Part
 from kvstore.master_keys import MasterKeys
+from kvstore.shared_records import KEY_RECORDS
 from kvstore.tenant import TenantId
 from kvstore.tenant_record import RECORD_BYTES, RecordKind, TenantRecord, UnknownMaster
 from kvstore.tier import BlockHeader, BlockId, ReadRequest, ReadStatus, Tier, WriteRequest, WriteStatus
-
-KEY_RECORDS = NamespaceDigest(hashlib.sha256(b"kvstore.tenant.keys").digest())
-"""The namespace of the records."""
 
 _LAYOUT = hashlib.sha256(b"kvstore.tenant.key.record.1").digest()
 _NUMBER = struct.Struct("<Q")

@@ -38,10 +38,13 @@ class Learner:
 
     async def take_news(self) -> None:
         """File what came to light in a tier meanwhile, and forget what it lost."""
-        for tier in self._state.lower:
+        state = self._state
+        for tier in state.lower:
             if not isinstance(tier, ChangingTier):
                 continue
             news = tier.take_news()
+            if news.num_foreign:
+                state.counters.evictions[f"{tier.name}/format"] += news.num_foreign
             for part in _batches(news.lost):
                 self._forget(tier, part)
                 await asyncio.sleep(0)

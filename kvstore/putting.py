@@ -6,9 +6,10 @@ from kvstore.directory import BlockEntry, Copy, CopyState, Gone, Shelf
 from kvstore.errors import InvalidRequest, TierFull
 from kvstore.keys import BlockKey, PrefixChain
 from kvstore.layout import Part
+from kvstore.lease import LentSlot
 from kvstore.miss import MissReason
 from kvstore.mover import Mover
-from kvstore.results import Owner, Reserved, ReservedSlot
+from kvstore.results import Owner, Published, Reserved, ReservedSlot
 from kvstore.space import Space
 from kvstore.state import State, WriteMode
 from kvstore.tier import Slot
@@ -67,7 +68,9 @@ class Putter:
         shelf = self._state.directory.shelf(chain.namespace, part)
         if shelf.is_stale or self.is_draining:
             self._state.counters.puts["dropped"] += len(chain)
-            return Reserved((), 0)
+            return Reserved(
+                (), 0, reason=MissReason.OTHER_EPOCH if shelf.is_stale else MissReason.UNAVAILABLE
+            )
         missing = self._missing(shelf, chain)
         if missing and not self._space.has_room_now(shelf.length_bytes, len(missing)):
             return None
@@ -86,20 +89,19 @@ class Putter:
         """Lend slots for ``within`` of the missing blocks, as many as there are; the rest was dropped."""
         state, present = self._state, len(chain) - len(missing)
         if not missing or not state.leases.is_live(owner):
-            return Reserved((), present)
+            return Reserved((), present, reason=MissReason.UNAVAILABLE if missing else None)
         slots = state.take_slots(shelf.length_bytes, within)
+        reason = None
         if len(slots) < len(missing):
+            reason = MissReason.NO_ROOM if len(slots) < within else MissReason.QUOTA
             state.counters.puts["dropped"] += len(missing) - len(slots)
             state.counters.puts["over_quota"] += len(missing) - within
             self._remember_dropped(
                 shelf, [chain.keys[index] for index in missing[len(slots) :]], within=within - len(slots)
             )
         self._lend(owner, slots, shelf.length_bytes)
-        generation = state.top.generation
-        lent = [
-            ReservedSlot(index, slot, generation(slot)) for index, slot in zip(missing, slots, strict=False)
-        ]
-        return Reserved(tuple(lent), present)
+        lent = tuple(map(ReservedSlot, missing, slots, state.top.generations(slots)))
+        return Reserved(lent, present, shelf.length_bytes, reason)
 
     async def reserve_unnamed(
         self, count: int, length_bytes: int, *, owner: Owner, timeout_s: float | None = None
@@ -136,8 +138,9 @@ class Putter:
         """Publish written slots as the blocks of ``chain``, one slot per block: READY from now on.
 
         True: the slot holds the stored block, which the owner leases until ``return_slots`` or
-        ``release_owner``. False: the block was stored already, or the slot is not lent to this owner any
-        more; a slot that is lent stays so. ``checksums`` None (vram): taken when the block first leaves.
+        ``release_owner``. False: the block was stored already, its epoch has ended, or the slot is not lent
+        to this owner any more; a slot that is lent stays so. ``checksums`` None (vram): taken when the block
+        first leaves.
 
         Raises:
             InvalidRequest: the namespace is not open, lengths differ, or a slot is too small for the block.
@@ -158,13 +161,87 @@ class Putter:
             if is_new:
                 published.append(entry)
             parent = key
-        state.publish_top(published)
-        state.counters.puts["stored"] += len(published)
-        state.counters.puts["duplicate"] += len(chain) - len(published)
-        if state.settings.write_mode is WriteMode.THROUGH:
-            self._mover.write_through(published, is_new=True)
-        self._note_fill()
+        self._note_stored(shelf, published, num_others=len(chain) - len(published))
         return results
+
+    def _note_stored(self, shelf: Shelf, entries: Sequence[BlockEntry], *, num_others: int) -> None:
+        """Take note of blocks of one chain that were published; others of it were stored already.
+
+        Of an epoch that has ended none is stored.
+        """
+        state = self._state
+        state.publish_top(entries)
+        state.counters.puts["stored"] += len(entries)
+        state.counters.puts["dropped" if shelf.is_stale else "duplicate"] += num_others
+        if state.settings.write_mode is WriteMode.THROUGH:
+            self._mover.write_through(entries, is_new=True)
+        self._note_fill()
+
+    def publish(
+        self,
+        chain: PrefixChain,
+        slots: Sequence[Slot],
+        *,
+        owner: Owner,
+        checksums: Sequence[int],
+        part: Part | None = None,
+    ) -> Published:
+        """As ``commit`` and then ``return_slots`` of the same slots, in one pass: nothing stays lent.
+
+        Raises:
+            InvalidRequest: as ``commit``; then every slot stays lent.
+        """
+        state = self._state
+        shelf = state.directory.shelf(chain.namespace, part)
+        if not len(slots) == len(chain.keys) == len(checksums):
+            raise InvalidRequest(f"publish: {len(chain)} blocks, {len(slots)} slots: one slot per block")
+        self._refuse_small_slots(slots, owner, shelf.length_bytes)
+        stored: list[BlockEntry] = []
+        unused: list[Slot] = []
+        copies: list[Copy] = []
+        num_late = 0
+        parent, depth = chain.parent or BlockKey(chain.namespace), chain.start
+        for key, slot, payload_sum in zip(chain.keys, slots, checksums, strict=True):
+            lent = state.leases.take_back(owner, slot)
+            if lent is None or lent.entry is not None or lent.is_overdue:
+                num_late += lent is None or lent.is_overdue
+                self._note_returned(slot, lent)
+            else:
+                copy = Copy(CopyState.READY, slot, payload_sum)
+                entry = self._file(shelf, key, parent, depth=depth, copy=copy)
+                if entry is None:
+                    unused.append(slot)
+                else:
+                    stored.append(entry)
+                    copies.append(copy)
+            parent, depth = key, depth + 1
+        state.free_slots(unused)
+        self._note_generations(copies)
+        self._note_stored(shelf, stored, num_others=len(slots) - len(stored))
+        state.freed.set()
+        return Published(len(stored), num_late)
+
+    def _note_generations(self, copies: Sequence[Copy]) -> None:
+        """Note what readers of the copies will ask for."""
+        generations = self._state.top.generations([copy.slot for copy in copies if copy.slot is not None])
+        for copy, generation in zip(copies, generations, strict=True):
+            copy.generation = generation
+
+    def _file(
+        self, shelf: Shelf, key: BlockKey, parent: BlockKey, *, depth: int, copy: Copy
+    ) -> BlockEntry | None:
+        """File a copy in the top tier; None if the block has one, or its epoch is over."""
+        directory, top = self._state.directory, self._state.top.name
+        entry = shelf.entries.get(key)
+        if shelf.is_stale or (entry is not None and top in entry.copies):
+            return None
+        if entry is None:
+            entry = directory.file(shelf, key, parent, depth=depth, tier=top, copy=copy)
+            directory.use_bytes(shelf, top, 1)
+            return entry
+        entry = directory.entry(shelf, key, parent, depth)
+        directory.set_copy(entry, top, copy)
+        return entry
 
     def return_slots(self, slots: Sequence[Slot], *, owner: Owner) -> None:
         """Give lent slots back: unnamed ones are freed, published ones lose the owner's lease.
@@ -173,13 +250,16 @@ class Putter:
         """
         state = self._state
         for slot in slots:
-            lent = state.leases.take_back(owner, slot)
-            if lent is None:
-                state.counters.leases["stale_returns"] += 1
-            elif lent.entry is None:
-                state.free_slots([slot])
-            else:
-                state.note_release(lent.entry)
+            self._note_returned(slot, state.leases.take_back(owner, slot))
+
+    def _note_returned(self, slot: Slot, lent: LentSlot | None) -> None:
+        state = self._state
+        if lent is None:
+            state.counters.leases["stale_returns"] += 1
+        elif lent.entry is None:
+            state.free_slots([slot])
+        else:
+            state.note_release(lent.entry)
 
     def _lend(self, owner: Owner, slots: Sequence[Slot], length_bytes: int) -> None:
         deadline_s = self._state.clock() + self._state.settings.lease_s
@@ -208,11 +288,11 @@ class Putter:
                 )
 
     def _missing(self, shelf: Shelf, chain: PrefixChain) -> list[int]:
-        entries, down = shelf.entries, self._state.down_tiers()
+        find, is_certain, down = shelf.entries.get, self._state.is_certain, self._state.down_tiers()
         return [
             index
             for index, key in enumerate(chain.keys)
-            if not self._state.is_certain(entries.get(key), down)
+            if (entry := find(key)) is None or not is_certain(entry, down)
         ]
 
     def _remember_dropped(self, shelf: Shelf, keys: Sequence[BlockKey], *, within: int) -> None:

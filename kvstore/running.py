@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 from kvstore.assembly import Store, assemble
 from kvstore.config import Config, HttpConfig
 from kvstore.errors import ServerUnavailable
+from kvstore.log_limit import limit_loop_errors
 from kvstore.server import StoreServer
 
 if TYPE_CHECKING:
@@ -24,9 +25,14 @@ _JOIN_PATIENCE_S = 30.0
 
 @contextlib.asynccontextmanager
 async def serving(
-    config: Config, *, socket_path: str | os.PathLike[str] | None = None
+    config: Config,
+    *,
+    socket_path: str | os.PathLike[str] | None = None,
+    stay_awake: Callable[[float], None] | None = None,
 ) -> AsyncIterator[StoreServer]:
     """Open the store a configuration describes and serve it, at ``socket_path`` if one is given.
+
+    ``stay_awake`` is told for how many seconds the loop should not go to sleep.
 
     Raises:
         InvalidConfig: the socket or the configuration cannot be used.
@@ -34,7 +40,10 @@ async def serving(
     """
     store = assemble(config)
     server = StoreServer(
-        store.manager, socket_path=socket_path, max_connections=config.server.max_connections
+        store.manager,
+        socket_path=socket_path,
+        max_connections=config.server.max_connections,
+        stay_awake=stay_awake,
     )
     face = None if config.http is None else _http_face(config, config.http, store, server)
     async with contextlib.AsyncExitStack() as stack:
@@ -141,6 +150,7 @@ class LocalServer:
     async def _main(self) -> None:
         async with self._open_server() as server:
             self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+            limit_loop_errors(self._loop)
             self._server = server
             self._started.set()
             await self._stop.wait()

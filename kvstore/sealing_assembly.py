@@ -4,18 +4,16 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from kvstore.epochs import EPOCH_RECORDS
 from kvstore.erasing import Encryption
-from kvstore.key_exchange import KEY_RECORDS, KeyExchange
+from kvstore.key_exchange import KeyExchange
 from kvstore.key_file import KeyFile
 from kvstore.master_keys import MasterKeys
+from kvstore.shared_records import SHARED_RECORDS
 from kvstore.tenant_record import RECORD_BYTES
 from kvstore.tier import Medium, Tier
 from kvstore.vault import Vault
 from kvstore_tiers.dram import DramTier
 from kvstore_tiers.sealed import SealedTier
-
-_PLAIN = frozenset({EPOCH_RECORDS, KEY_RECORDS})
 
 
 @runtime_checkable
@@ -54,5 +52,5 @@ def seal(
         exchange=None if shared is None else KeyExchange(shared, masters, clock=clock),
         clock=clock,
     )
-    sealed = [SealedTier(tier, vault, plain=_PLAIN, clock=clock) for tier in lower]
+    sealed = [SealedTier(tier, vault, plain=SHARED_RECORDS, clock=clock) for tier in lower]
     return [*sealed], Encryption(vault, dram, sealed)

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.arena_view import open_read_only
@@ -52,12 +53,14 @@ class StoreServer:
         *,
         socket_path: str | os.PathLike[str] | None = None,
         max_connections: int = 256,
+        stay_awake: Callable[[float], None] | None = None,
     ) -> None:
         self._manager = manager
         self._arena_fd: int | None = None
         self._reading_fd: int | None = None
         self._socket_path = socket_path
         self._max_connections = max_connections
+        self._stay_awake = stay_awake
         self._instance = os.urandom(INSTANCE_BYTES)
         self._listener: socket.socket | None = None
         self._bound: tuple[Path, os.stat_result] | None = None
@@ -166,12 +169,13 @@ class StoreServer:
         while True:
             try:
                 sock, _ = await loop.sock_accept(listener)
-            except OSError as error:
+                self.serve_socket(sock)
+            except (OSError, MemoryError) as error:
                 # Out of descriptors or memory: clients wait in the backlog meanwhile.
-                self._refusals.warn("server: cannot accept a connection: %s", error)
+                self._refusals.warn("server: cannot accept a connection: %s", error or "out of memory")
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            self.serve_socket(sock)
+            await asyncio.sleep(0)  # whoever is connected has his turn between two that come
 
     async def _greet(self, sock: socket.socket) -> None:
         """Check who connects, exchange greetings, and hand the socket to a Connection."""
@@ -194,7 +198,7 @@ class StoreServer:
             self.counters.refused_connections += 1
             sock.close()
             return
-        except asyncio.CancelledError:
+        except BaseException:  # out of memory, or cancelled
             sock.close()
             raise
         await self._hand_over(sock, decoder)
@@ -212,6 +216,7 @@ class StoreServer:
             malformed=self._malformed,
             late_work=self._late_work,
             on_end=self._connections.discard,
+            stay_awake=self._stay_awake,
         )
         self._connections.add(connection)
         self.counters.connections += 1

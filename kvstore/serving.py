@@ -26,7 +26,14 @@ from kvstore.answering import (
     answer_seen,
     ready_slots,
 )
-from kvstore.errors import InvalidRequest, KVStoreError, ProtocolMismatch, ServerUnavailable, TimedOut
+from kvstore.errors import (
+    EpochEnded,
+    InvalidRequest,
+    KVStoreError,
+    ProtocolMismatch,
+    ServerUnavailable,
+    TimedOut,
+)
 from kvstore.late_work import LateWork
 from kvstore.log_limit import LimitedWarning
 from kvstore.manager import BlockManager
@@ -96,6 +103,12 @@ _MAX_CHECK_LINES = 200
 _GRACE_S = 0.25
 """How much longer than its time an operation that ends by itself in time is waited for."""
 
+_COPY_BYTES_PER_S = 10e9
+_COPY_SLACK_S = 60e-6
+_LONGEST_WAKE_S = 300e-6
+"""How long the loop is kept awake for what a client sends after its copy, which is taken to run at that rate;
+after a longer copy the time that waking takes does not count."""
+
 _UNTIMED_S = 10.0
 """How long an operation is waited for whose request gives no time."""
 
@@ -148,6 +161,7 @@ class Connection(asyncio.BufferedProtocol):
         malformed: LimitedWarning,
         late_work: LateWork,
         on_end: Callable[["Connection"], None],
+        stay_awake: Callable[[float], None] | None = None,
     ) -> None:
         self._manager = manager
         self._decoder = decoder
@@ -155,6 +169,9 @@ class Connection(asyncio.BufferedProtocol):
         self._malformed = malformed
         self._late_work = late_work
         self._on_end = on_end
+        self._stay_awake = stay_awake
+        self._copied_by_s = 0.0
+        self._comes_back = False
         self._owner = Owner(0)
         self._in_flight: dict[int, asyncio.Task[None]] = {}
         self._namespaces: set[bytes] = set()
@@ -183,7 +200,10 @@ class Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Take bytes from the client."""
-        self._heard_s = time.monotonic()
+        self._heard_s = now_s = time.monotonic()
+        if self._copied_by_s:
+            self._comes_back = now_s <= self._copied_by_s
+            self._copied_by_s = 0.0
         self._decoder.received(nbytes)
         self._pump()
 
@@ -320,8 +340,7 @@ class Connection(asyncio.BufferedProtocol):
     def _immediate_answer(self, request: Request) -> Answer | None:
         match request:
             case Peek(about, _):
-                found = self._manager.peek_at_once(about.chain, part=about.part)
-                return None if found is None else answer_seen(found)
+                return self._peek(about)
             case Fetch(about, _):
                 found = self._manager.fetch_at_once(about.chain, owner=self._owner, part=about.part)
                 return None if found is None else answer_ready(found)
@@ -438,30 +457,43 @@ class Connection(asyncio.BufferedProtocol):
         )
         return self._lent_slots(reserved)
 
+    def _peek(self, about: ChainRef) -> Answer | None:
+        found = self._manager.peek_at_once(about.chain, part=about.part)
+        if found is None:
+            return None
+        self._await_copy(len(found.copies) * found.length_bytes, is_certain=False)
+        return answer_seen(found)
+
     def _lent_slots(self, reserved: Reserved) -> Lent:
-        slots = tuple([LentSlot(at.index, at.slot, at.generation) for at in reserved.slots])
-        self._lent.update((slot.offset, slot.generation) for slot in slots)
-        return Lent(slots, reserved.present)
+        slots = tuple(map(LentSlot._make, reserved.slots))
+        self._lent.update([slot[1:] for slot in slots])
+        if slots:
+            self._await_copy(len(slots) * reserved.length_bytes, is_certain=True)
+        return Lent(slots, reserved.present, reserved.reason)
 
     def _commit(self, request: Commit) -> Count:
         about, owner = request.about, self._owner
-        num_stored = 0
-        is_late = False
+        num_stored = num_late = num_done = 0
         ours = [slot for slot in request.slots if self._take_lent(slot.offset, slot.generation)]
         try:
             for run in _contiguous_runs(ours):
-                stored = self._manager.commit(
-                    about.chain[run[0].position : run[-1].position + 1],
+                first, stop = run[0].position, run[-1].position + 1
+                is_all = first == 0 and stop == len(about.chain.keys)
+                published = self._manager.publish(
+                    about.chain if is_all else about.chain[first:stop],
                     [Slot(slot.offset) for slot in run],
                     owner=owner,
                     checksums=[slot.checksum for slot in run],
                     part=about.part,
                 )
-                num_stored += sum(stored)
-            is_late = not self._manager.has_slots([Slot(slot.offset) for slot in ours], owner=owner)
+                num_stored += published.stored
+                num_late += published.late
+                num_done += len(run)
         finally:
-            self._manager.return_slots([Slot(slot.offset) for slot in ours], owner=owner)
-        if is_late:
+            self._manager.return_slots([Slot(slot.offset) for slot in ours[num_done:]], owner=owner)
+        if self._manager.has_ended(about.chain.namespace):
+            raise EpochEnded("server: the epoch of the namespace ended before its blocks were committed")
+        if num_late:
             raise TimedOut("server: the slots were lent for less time than the writing took")
         return Count(num_stored)
 
@@ -515,6 +547,15 @@ class Connection(asyncio.BufferedProtocol):
     def _report(self) -> Report:
         stats = {**self._manager.stats(), "server": self._counters.as_dict()}
         return Report(json.dumps(stats).encode())
+
+    def _await_copy(self, num_bytes: int, *, is_certain: bool) -> None:
+        """Have the loop stay awake while the client copies, if it is certain or likely to be heard then."""
+        wait_s = num_bytes / _COPY_BYTES_PER_S + _COPY_SLACK_S
+        if self._stay_awake is None or wait_s > _LONGEST_WAKE_S:
+            return
+        self._copied_by_s = time.monotonic() + wait_s
+        if is_certain or self._comes_back:
+            self._stay_awake(wait_s)
 
     def _refuse(self, error: KVStoreError, request_id: int) -> None:
         self._counters.failed_requests += 1

@@ -34,7 +34,13 @@ class Medium(enum.Enum):
 
 
 StorageKey = NewType("StorageKey", bytes)
-"""The 40 bytes (key, part) under which copies are filed; the key already covers the namespace."""
+"""The 72 bytes (key, part, namespace) under which copies are filed, as they stand in a header.
+
+A key that an honest client made covers its namespace; one that somebody names as they like does not.
+"""
+
+STORAGE_KEY_BYTES = 72
+"""Its size."""
 
 
 class BlockId(NamedTuple):
@@ -47,7 +53,7 @@ class BlockId(NamedTuple):
     @property
     def storage_key(self) -> StorageKey:
         """The name under which tiers file it."""
-        return StorageKey(self.key + self.part.pack())
+        return StorageKey(self.key + self.part.pack() + self.namespace)
 
 
 _HEADER = struct.Struct("<4sHHI32s8s32s32s32sIQ")
@@ -314,15 +320,19 @@ class Tier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TierNews:
-    """Copies that came to light in a tier, and copies that are lost, though nobody wrote or dropped them."""
+    """Copies that came to light in a tier, and copies that are lost, though nobody wrote or dropped them.
+
+    ``num_foreign`` copies of an earlier run were in a format that this version does not read: let go of.
+    """
 
     found: Sequence[BlockHeader] = ()
     lost: Sequence[BlockHeader] = ()
+    num_foreign: int = 0
 
 
 @runtime_checkable
 class ChangingTier(Protocol):
-    """What a Tier of several media is too: one of them may come late, or vanish, while it is open."""
+    """What a Tier is too whose content changes without its owner, at its start or while it is open."""
 
     def take_news(self) -> TierNews:
         """Return what came or went since this was last asked; each once, least recently used first."""
@@ -378,6 +388,9 @@ class SlotTier(Protocol):
 
     def generation(self, slot: Slot) -> int:
         """Return the slot's generation."""
+
+    def generations(self, slots: Sequence[Slot]) -> list[int]:
+        """Return the generation of each of several slots."""
 
     def writing(
         self, slots: Sequence[Slot], length_bytes: int

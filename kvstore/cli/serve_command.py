@@ -6,10 +6,12 @@ import json
 import logging
 import os
 import signal
+from collections.abc import Callable
 
 from kvstore.awake_selector import AwakeSelector
 from kvstore.config import Config, load_config
 from kvstore.core_dumps import become_undumpable, leave_no_core_file
+from kvstore.log_limit import LimitedTracebacks
 from kvstore.running import serving
 
 
@@ -40,22 +42,20 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(
         level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    with asyncio.Runner(loop_factory=_new_loop) as runner:
-        runner.run(_serve(config, as_json=args.json))
+    selector = AwakeSelector()
+    LimitedTracebacks.install()
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+        runner.run(_serve(config, stay_awake=selector.stay_awake, as_json=args.json))
     return 0
 
 
-def _new_loop() -> asyncio.AbstractEventLoop:
-    return asyncio.SelectorEventLoop(AwakeSelector())
-
-
-async def _serve(config: Config, *, as_json: bool) -> None:
+async def _serve(config: Config, *, stay_awake: Callable[[float], None], as_json: bool) -> None:
     loop = asyncio.get_running_loop()
     told_to_stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told_to_stop.set)
     socket_path = str(config.server.socket)
-    async with serving(config, socket_path=socket_path) as server:
+    async with serving(config, socket_path=socket_path, stay_awake=stay_awake) as server:
         places = {"socket": socket_path} | ({} if server.http_url is None else {"http": server.http_url})
         _say("ready", f"kvstore: ready on {' and '.join(places.values())}", places, as_json=as_json)
         await told_to_stop.wait()

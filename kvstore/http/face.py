@@ -14,6 +14,7 @@ from kvstore.http.counters import HttpCounters
 from kvstore.http.dispatch import Dispatcher
 from kvstore.http.guard import Guard
 from kvstore.http.limits import Limits
+from kvstore.http.newcomers import Newcomers
 from kvstore.http.openapi import openapi_document
 from kvstore.http.protocol import MAX_HEADER_BYTES, Protocol
 from kvstore.http.service import HttpService, name_answer
@@ -71,8 +72,9 @@ class HttpFace:
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._server: web.Server | None = None
-        self._opening: set[asyncio.Task[None]] = set()
+        self._opening: dict[asyncio.Task[None], socket.socket] = {}
         self._guards: dict[object, Guard] = {}
+        self._newcomers: Newcomers[Guard] = Newcomers(self._service.clock)
         self._num_requests = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -129,9 +131,10 @@ class HttpFace:
         service.pool.shutdown(wait=False, cancel_futures=True)
 
     async def _end_connections(self) -> None:
-        for task in self._opening:
-            task.cancel()
-        await asyncio.gather(*self._opening, return_exceptions=True)
+        for sock in self._opening.values():
+            _hang_up(sock)
+        if self._opening:
+            await asyncio.wait(set(self._opening), timeout=_END_S)
         if self._server is not None:
             self._server.pre_shutdown()
             await self._server.shutdown(_END_S)
@@ -148,7 +151,7 @@ class HttpFace:
         self._num_requests += 1
         self._is_idle.clear()
         try:
-            response = await self._dispatcher.answer(request)
+            response = await self._dispatcher.answer(request, guard)
             if not response.prepared:
                 name_answer(request, response)
             return response
@@ -171,27 +174,47 @@ class HttpFace:
         while True:
             try:
                 sock, _ = await loop.sock_accept(listener)
-            except OSError as error:
+                if self.counters.open_connections >= self._limits.max_connections and not self._make_way():
+                    self._refuse(sock)
+                else:
+                    self._let_in(sock)
+            except (OSError, MemoryError) as error:
                 # Out of descriptors or memory: clients wait in the backlog meanwhile.
-                self._refusals.warn("http: cannot accept a connection: %s", error)
+                self._refusals.warn("http: cannot accept a connection: %s", error or "out of memory")
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            if self.counters.open_connections >= self._limits.max_connections:
-                self._refuse(sock)
-                continue
-            self.counters.connections += 1
-            self.counters.open_connections += 1
-            task = asyncio.create_task(self._open(sock))
-            self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
+            await asyncio.sleep(0)  # whoever is connected has his turn between two that come
 
-    async def _open(self, sock: socket.socket) -> None:
-        """Give an accepted socket a protocol, after its TLS handshake where there is one."""
+    def _let_in(self, sock: socket.socket) -> None:
         assert self._server is not None, "http: not listening"
         guard = Guard(
-            Protocol(self._server, self.counters), self._limits, self.counters, on_end=self._note_end
+            Protocol(self._server, self.counters),
+            self._limits,
+            self.counters,
+            on_admitted=self._newcomers.discard,
+            on_end=self._note_end,
         )
+        task = asyncio.create_task(self._open(sock, guard))
+        self.counters.connections += 1
+        self.counters.open_connections += 1
         self._guards[guard.inner] = guard
+        self._newcomers.add(guard, sock)
+        self._opening[task] = sock
+        task.add_done_callback(self._opening.pop)
+
+    def _make_way(self) -> bool:
+        """End a connection that has shown nothing yet; False if there is none."""
+        taken = self._newcomers.take()
+        if taken is None:
+            return False
+        guard, sock = taken
+        self.counters.ended_newcomers += 1
+        guard.abort()
+        _hang_up(sock)  # one whose handshake is under way
+        return True
+
+    async def _open(self, sock: socket.socket, guard: Guard) -> None:
+        """Give an accepted socket its protocol, after its TLS handshake where there is one."""
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: guard,
@@ -204,11 +227,15 @@ class HttpFace:
                 self.counters.failed_handshakes += 1
                 self._handshakes.warn("http: a TLS handshake failed: %s", error)
             sock.close()
+        except MemoryError as error:
+            self._refusals.warn("http: cannot serve a connection: %s", error or "out of memory")
+            _hang_up(sock)  # where asyncio has made something of it already, that closes it
         finally:
             if not guard.is_made:
                 self._note_end(guard)
 
     def _note_end(self, guard: Guard) -> None:
+        self._newcomers.discard(guard)
         if self._guards.pop(guard.inner, None) is not None:
             self.counters.open_connections -= 1
 
@@ -224,6 +251,12 @@ class HttpFace:
                 sock.shutdown(socket.SHUT_WR)
                 sock.recv(MAX_HEADER_BYTES)  # what lies unread at close makes the answer be thrown away
         sock.close()
+
+
+def _hang_up(sock: socket.socket) -> None:
+    """Let whoever waits for data see the end of the connection."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _listening_socket(host: str, port: int) -> socket.socket:

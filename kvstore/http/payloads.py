@@ -128,7 +128,7 @@ class LentPayload:
         self._num_bytes = 0
         self._until_s = service.clock() + service.lease_s
         self._is_given_up = False
-        self.index = lent.index
+        self.position = lent.position
         self.slot = lent.slot
         self.generation = lent.generation
 

@@ -1,6 +1,7 @@
 """One law over every Tier: a new implementation adds one entry to MAKERS."""
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.tiers.blocks import LAYOUT, aligned, block_id, header, payload, to_re
 
 LENGTH = 40_000
 CAPACITY = 1 << 20
+OURS, THEIRS, NOBODYS = (NamespaceDigest(bytes([number]) * 32) for number in (1, 2, 3))
 
 
 @pytest.fixture(scope="module")
@@ -142,13 +144,10 @@ async def test_a_dropped_block_is_absent_and_its_space_is_free(tier: Tier) -> No
     assert tier.used_bytes == 0
 
 
-@pytest.mark.parametrize("what", ["namespace", "layout", "length"])
+@pytest.mark.parametrize("what", ["layout", "length"])
 async def test_a_copy_that_is_not_exactly_what_is_asked_for_is_no_hit(tier: Tier, what: str) -> None:
     await put(tier, 1)
     asked = {
-        "namespace": ReadRequest(
-            block_id(1, namespace=NamespaceDigest(b"o" * 32)), LAYOUT, LENGTH, aligned(LENGTH)
-        ),
         "layout": ReadRequest(block_id(1), b"o" * 32, LENGTH, aligned(LENGTH)),
         "length": ReadRequest(block_id(1), LAYOUT, LENGTH - 1, aligned(LENGTH)),
     }
@@ -164,6 +163,69 @@ async def test_parts_of_a_block_are_copies_of_their_own(tier: Tier) -> None:
     request = ReadRequest(other, LAYOUT, LENGTH, aligned(LENGTH))
     (outcome,) = await tier.read([request], deadline_s=soon())
     assert outcome.status is ReadStatus.ABSENT
+
+
+def in_namespace(number: int, namespace: NamespaceDigest, *, version: int = 0) -> WriteRequest:
+    """A write of a block of that raw key in some namespace; its bytes are another namespace's at no time."""
+    data = payload(number + 100 * version + 10_000 * namespace[0], LENGTH)
+    buffer = aligned(LENGTH)
+    buffer[:LENGTH] = data
+    return WriteRequest(header(number, data, block=block_id(number, namespace=namespace)), buffer)
+
+
+async def bytes_of(tier: Tier, number: int, namespace: NamespaceDigest) -> bytes | None:
+    """The bytes of a block; None if it is absent, which is the only other answer."""
+    request = ReadRequest(block_id(number, namespace=namespace), LAYOUT, LENGTH, aligned(LENGTH))
+    (outcome,) = await tier.read([request], deadline_s=soon())
+    assert outcome.status in (ReadStatus.OK, ReadStatus.ABSENT)
+    return bytes(request.buffer[:LENGTH]) if outcome.status is ReadStatus.OK else None
+
+
+async def test_equal_keys_of_two_namespaces_are_copies_of_their_own(tier: Tier) -> None:
+    await tier.write([in_namespace(1, OURS)], deadline_s=soon())
+    await tier.drop([block_id(1, namespace=THEIRS)])
+    await tier.touch([block_id(1, namespace=THEIRS)])
+    found = await tier.probe([block_id(1, namespace=THEIRS)], deadline_s=soon())
+
+    assert found.tiers == [None]
+    assert await bytes_of(tier, 1, THEIRS) is None
+    assert await bytes_of(tier, 1, OURS) == in_namespace(1, OURS).buffer[:LENGTH]
+
+
+async def test_of_a_key_in_two_namespaces_each_is_replaced_and_dropped_alone(tier: Tier) -> None:
+    first = [in_namespace(1, OURS), in_namespace(1, THEIRS)]
+    assert await tier.write(first, deadline_s=soon()) == [WriteStatus.OK] * 2
+    again = in_namespace(1, THEIRS, version=1)
+    assert await tier.write([again], deadline_s=soon()) == [WriteStatus.OK]
+
+    assert await bytes_of(tier, 1, OURS) == first[0].buffer[:LENGTH]
+    assert await bytes_of(tier, 1, THEIRS) == again.buffer[:LENGTH]
+    await tier.drop([block_id(1, namespace=THEIRS)])
+    assert await bytes_of(tier, 1, THEIRS) is None
+    assert await bytes_of(tier, 1, OURS) == first[0].buffer[:LENGTH]
+    await tier.drop([block_id(1, namespace=OURS)])
+    assert tier.used_bytes == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_tier_is_a_dictionary_by_namespace_and_key(tier: Tier, seed: int) -> None:
+    """Writes, replacements and drops of four keys in three namespaces, against a dictionary."""
+    dice, model = random.Random(seed), dict[tuple[int, NamespaceDigest], bytes]()
+    names = [(number, namespace) for number in range(4) for namespace in (OURS, THEIRS, NOBODYS)]
+    for version in range(60):
+        number, namespace = dice.choice(names)
+        if dice.random() < 0.6:
+            request = in_namespace(number, namespace, version=version)
+            assert await tier.write([request], deadline_s=soon()) == [WriteStatus.OK]
+            model[number, namespace] = bytes(request.buffer[:LENGTH])
+        else:
+            await tier.drop([block_id(number, namespace=namespace)])
+            model.pop((number, namespace), None)
+        number, namespace = dice.choice(names)
+        assert await bytes_of(tier, number, namespace) == model.get((number, namespace))
+    assert {name: found for name in names if (found := await bytes_of(tier, *name)) is not None} == model
+    await tier.drop([block_id(number, namespace=namespace) for number, namespace in names])
+    assert tier.used_bytes == 0
 
 
 async def test_a_probe_names_the_tier_of_leading_blocks(tier: Tier) -> None:

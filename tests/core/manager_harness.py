@@ -32,11 +32,11 @@ class Harness:
         reserved = await self.manager.reserve(chain, owner=self.owner, timeout_s=timeout_s)
         for slot in reserved.slots:
             async with self.dram.writing([slot.slot], BLOCK_BYTES) as (buffer,):
-                np.asarray(buffer)[:BLOCK_BYTES] = payload(chain.keys[slot.index])
+                np.asarray(buffer)[:BLOCK_BYTES] = payload(chain.keys[slot.position])
         stored = 0
         for slot in reserved.slots:
-            key = chain.keys[slot.index]
-            block = chain[slot.index : slot.index + 1]
+            key = chain.keys[slot.position]
+            block = chain[slot.position : slot.position + 1]
             sums = [checksum(payload(key))]
             stored += self.manager.commit(block, [slot.slot], owner=self.owner, checksums=sums)[0]
             self.manager.return_slots([slot.slot], owner=self.owner)

@@ -64,10 +64,10 @@ class ManagerMachine(RuleBasedStateMachine):
     async def _put(self, chain, owner):
         reserved = await self.manager.reserve(chain, owner=owner, timeout_s=0.01)
         for slot in reserved.slots:
-            key = chain.keys[slot.index]
+            key = chain.keys[slot.position]
             async with self.dram.writing([slot.slot], BLOCK_BYTES) as (buffer,):
                 np.asarray(buffer)[:] = payload(key)
-            block = chain[slot.index : slot.index + 1]
+            block = chain[slot.position : slot.position + 1]
             self.manager.commit(block, [slot.slot], owner=owner, checksums=[checksum(payload(key))])
         self.manager.return_slots([slot.slot for slot in reserved.slots], owner=owner)
 

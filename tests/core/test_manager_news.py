@@ -53,10 +53,10 @@ async def put(manager: BlockManager, chain: PrefixChain) -> None:
     reserved = await manager.reserve(chain, owner=owner, timeout_s=10)
     top = manager._state.top
     for slot in reserved.slots:
-        data = np.frombuffer(chain.keys[slot.index] * (BLOCK_BYTES // 32), np.uint8)
+        data = np.frombuffer(chain.keys[slot.position] * (BLOCK_BYTES // 32), np.uint8)
         async with top.writing([slot.slot], BLOCK_BYTES) as (buffer,):
             np.asarray(buffer)[:BLOCK_BYTES] = data
-        one = chain[slot.index : slot.index + 1]
+        one = chain[slot.position : slot.position + 1]
         assert manager.commit(one, [slot.slot], owner=owner, checksums=[checksum(data.tobytes())]) == [True]
     manager.release_owner(owner)
 

@@ -214,10 +214,10 @@ class Simulation:
         for slot in reserved.slots:
             if self.rng.random() < 0.1:
                 continue
-            key = chain.keys[slot.index]
+            key = chain.keys[slot.position]
             async with self.dram.writing([slot.slot], BLOCK_BYTES) as (buffer,):
                 np.asarray(buffer)[:] = payload(key)
-            block = chain[slot.index : slot.index + 1]
+            block = chain[slot.position : slot.position + 1]
             self.manager.commit(block, [slot.slot], owner=owner, checksums=[checksum(payload(key))])
         if self.rng.random() < 0.9:
             self.manager.return_slots([slot.slot for slot in reserved.slots], owner=owner)

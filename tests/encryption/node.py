@@ -80,10 +80,10 @@ class Node:
         reserved = await self.manager.reserve(chain, owner=self.owner, timeout_s=5)
         stored = 0
         for at in reserved.slots:
-            data = payload_of(chain.keys[at.index], BLOCK_BYTES)
+            data = payload_of(chain.keys[at.position], BLOCK_BYTES)
             async with self.dram.writing([at.slot], BLOCK_BYTES) as (buffer,):
                 np.asarray(buffer)[:BLOCK_BYTES] = data
-            block = chain[at.index : at.index + 1]
+            block = chain[at.position : at.position + 1]
             done = self.manager.commit(block, [at.slot], owner=self.owner, checksums=[checksum(data)])
             stored += done[0]
             self.manager.return_slots([at.slot], owner=self.owner)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import InvalidRequest
+from kvstore.keys import PrefixChain
 from kvstore.miss import MissReason
 from tests.encryption.node import (
     ANN,
@@ -62,6 +63,26 @@ async def test_blocks_come_back_from_each_tier_after_a_restart_and_on_another_no
         assert await other.fetch(ANN, chain) == (["remote"] * 16, None)
 
 
+async def test_an_erasure_takes_no_block_that_another_tenant_named_by_the_same_key(
+    tmp_path: Path, redis: RedisServer
+) -> None:
+    ann = ANN.chain(range(32))
+    bob = PrefixChain(BOB.digest, ann.keys, BOB.block_tokens)
+    async with node(tmp_path / "a", redis=redis) as one, node(tmp_path / "b", redis=redis) as other:
+        await one.store(ANN, ann)
+        await one.store(BOB, bob)
+
+        report = await one.manager.erase(tenant(ANN))
+        await other.vault.poll()
+
+        assert (report.keys, dict(report.blocks)) == (1, {"dram": 8, "ssd": 8})
+        assert await one.fetch(ANN, ann) == ([], MissReason.ERASED)
+        assert await one.fetch(BOB, bob) == (["dram"] * 8, None)
+        assert await other.fetch(BOB, bob) == (["remote"] * 8, None)
+    async with node(tmp_path / "a", redis=redis) as again:
+        assert await again.fetch(BOB, bob) == (["ssd"] * 8, None)
+
+
 async def test_after_an_erasure_nothing_is_served_anywhere_and_others_keep_theirs(
     tmp_path: Path, redis: RedisServer
 ) -> None:
@@ -75,7 +96,7 @@ async def test_after_an_erasure_nothing_is_served_anywhere_and_others_keep_their
         await other.vault.poll()
 
         assert report.is_complete
-        assert (report.keys, dict(report.blocks)) == (1, {"dram": 8, "ssd": 8})
+        assert (report.keys, dict(report.blocks)) == (1, {"dram": 8, "ssd": 8, "remote": 8})
         assert await one.fetch(ANN, ann) == ([], MissReason.ERASED)
         assert await other.fetch(ANN, ann) == ([], MissReason.ERASED)
         assert await one.fetch(BOB, bob) == (["dram"] * 8, None)

@@ -91,3 +91,25 @@ def test_it_wakes_from_its_sleep(ends: tuple[socket.socket, socket.socket]) -> N
         ends[1].send(b"x")
 
         assert len(selector.select(None)) == 1
+
+
+@needs_cores
+def test_it_stays_awake_for_an_event_that_is_expected(ends: tuple[socket.socket, socket.socket]) -> None:
+    clock = Ticks()
+    with AwakeSelector(awake_s=1, clock=clock) as selector:
+        _woken(selector, ends)
+        selector.stay_awake(20)
+        clock.when_s, clock.then = clock.now_s + 10, lambda: ends[1].send(b"y")
+
+        ready = selector.select(None)
+
+        assert [key.fileobj for key, _ in ready] == [ends[0]]
+
+
+def test_on_one_core_it_never_stays_awake(ends: tuple[socket.socket, socket.socket]) -> None:
+    clock = Ticks()
+    with AwakeSelector(awake_s=0, clock=clock) as selector:
+        selector.register(ends[0], selectors.EVENT_READ)
+        selector.stay_awake(1000)
+
+        assert selector.select(0.001) == []

@@ -126,9 +126,9 @@ class DramTier:
         view = self.arena.view
         start = view.format.slots_offset
         slots = [Slot(start + offset) for offset in self._slots.allocate(length_bytes, count)]
-        for slot in slots:
-            view.advance_generation(slot)
-            if self._free_pages is not None:
+        view.advance_generations(slots)
+        if self._free_pages is not None:
+            for slot in slots:
                 first = (slot - start) // ALIGNMENT_BYTES
                 self._free_pages[first : first + padded(length_bytes) // ALIGNMENT_BYTES] = False
         return slots
@@ -137,13 +137,16 @@ class DramTier:
         """Give slots back. A slot that is not allocated is our own mistake (AssertionError)."""
         view = self.arena.view
         start = view.format.slots_offset
-        for slot in slots:
-            self._slots.free([slot - start])
-            view.advance_generation(slot)
+        self._slots.free([slot - start for slot in slots])
+        view.advance_generations(slots)
 
     def generation(self, slot: Slot) -> int:
         """Return the slot's generation."""
         return self.arena.view.generation(slot)
+
+    def generations(self, slots: Sequence[Slot]) -> list[int]:
+        """Return the generation of each of several slots."""
+        return self.arena.view.generations(slots)
 
     def overwrite(self, slots: Sequence[Slot]) -> None:
         """Zero the bytes of slots that are allocated."""

@@ -49,7 +49,7 @@ def look(line: ControlLine, use: Use, *, user: str) -> Look:
 
 
 def _trials(use: Use) -> list[tuple[str, ...]]:
-    key = f"{use.key_prefix}:1:rights"
+    key = f"{use.key_prefix}:2:rights"
     # XX sets only what is there already, and the time to live ends it if it ever was.
     trials = [("GET", key), ("SET", key, "", "XX", "PX", "1"), ("DEL", key), ("EXISTS", key)]
     if use.is_cluster:

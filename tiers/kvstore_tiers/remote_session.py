@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from kvstore.checksum import RunningChecksum
 from kvstore.errors import CorruptBlock
+from kvstore.shared_records import SHARED_RECORDS
 from kvstore.tier import (
     HEADER_BYTES,
     SEALED_HEADER_BYTES,
@@ -46,14 +47,25 @@ _tokens = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class KeyNames:
-    """Names blocks on the server, and says how long they live there (``ttl_s`` None: no limit)."""
+    """Names blocks on the server, and says how long they live there (``ttl_s`` None: no limit).
+
+    A block's name has all that tells it from others, so that whoever may only name blocks of one namespace
+    reaches none of another, not even by EXISTS, SET or DEL, whose replies are no proof of what is there.
+    Records that are no blocks keep to names that no block has.
+    """
 
     prefix: str
     ttl_s: float | None = None
 
     def of(self, block: BlockId) -> bytes:
-        """Return the server's key: ``<prefix>:1:<key hex>:<part hex>``."""
-        return f"{self.prefix}:1:{block.key.hex()}:{block.part.pack().hex()}".encode()
+        """Return the server's key: ``<prefix>:2:<namespace>:<key>:<part>``, each in hex.
+
+        That of a shared record is ``<prefix>:1:<key>:<part>``.
+        """
+        key, part = block.key.hex(), block.part.pack().hex()
+        if block.namespace in SHARED_RECORDS:
+            return f"{self.prefix}:1:{key}:{part}".encode()
+        return f"{self.prefix}:2:{block.namespace.hex()}:{key}:{part}".encode()
 
     def set_pieces(self, request: WriteRequest) -> list[Piece]:
         """Return a SET of header and payload in the wire form, the payload in place."""

@@ -192,11 +192,11 @@ class SealedTier:
         if self._unlooked and self._looking is None:
             headers, self._unlooked = self._unlooked, []
             self._looking = asyncio.create_task(self._look_at(headers), name=f"{self.name}-news")
-            return TierNews((), news.lost)
+            return replace(news, found=())
         if self._looking is None or not self._looking.done():
-            return TierNews((), news.lost)
+            return replace(news, found=())
         looking, self._looking = self._looking, None
-        return TierNews(looking.result(), news.lost)
+        return replace(news, found=looking.result())
 
     async def _look_at(self, headers: Sequence[BlockHeader]) -> list[BlockHeader]:
         await self._keys.refresh()

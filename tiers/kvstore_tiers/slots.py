@@ -54,12 +54,16 @@ class _Extent:
     def free_slots(self) -> int:
         return self.num_slots - self.used
 
-    def take(self) -> int:
-        self.used += 1
-        if self.returned:
-            return self.returned.pop()
-        self.fresh += 1
-        return self.start + (self.fresh - 1) * self.slot_bytes
+    def take(self, wanted: int) -> list[int]:
+        """Lend up to so many slots, those given back last first."""
+        again = self.returned[-wanted:][::-1]
+        del self.returned[-wanted:]
+        first = self.fresh
+        self.fresh = min(self.num_slots, first + wanted - len(again))
+        size, start = self.slot_bytes, self.start
+        new = range(start + first * size, start + self.fresh * size, size)
+        self.used += len(again) + len(new)
+        return [*again, *new]
 
 
 class _FreeRanges:
@@ -181,7 +185,10 @@ class SlotAllocator:
                 f"{self._name}: no room for {count} slots of {size} bytes: "
                 f"{self._used_bytes} of {self._capacity} bytes are in use"
             )
-        return [self._take(size, count - done) for done in range(count)]
+        taken: list[int] = []
+        while len(taken) < count:
+            taken += self._take(size, count - len(taken))
+        return taken
 
     def free(self, offsets: Sequence[int]) -> None:
         """Give slots back; one that is not lent out is our own mistake (AssertionError)."""
@@ -253,19 +260,20 @@ class SlotAllocator:
             )
         return problems
 
-    def _take(self, size: int, still_wanted: int) -> int:
+    def _take(self, size: int, still_wanted: int) -> list[int]:
+        """Take up to ``still_wanted`` slots of one extent, at least one."""
         partial = self._partial.setdefault(size, {})
         extent = next(iter(partial), None)
         if extent is None:
             extent = self._carve(size, still_wanted)
             partial[extent] = None
-        offset = extent.take()
+        offsets = extent.take(still_wanted)
         if not extent.free_slots:
             del partial[extent]
-        self._spare[size] -= 1
-        self._extent_of[offset] = extent
-        self._used_bytes += size
-        return offset
+        self._spare[size] -= len(offsets)
+        self._extent_of.update(dict.fromkeys(offsets, extent))
+        self._used_bytes += size * len(offsets)
+        return offsets
 
     def _carve(self, size: int, still_wanted: int) -> _Extent:
         start, stop = next(self._ranges.fitting(size))

@@ -163,16 +163,18 @@ class SsdArray:
         return headers_by_use([disk.copies for disk in self._present()])
 
     def take_news(self) -> TierNews:
-        """Return the copies on folders that came late, and those that went with a folder."""
+        """Return the copies on folders that came late, those that went with a folder, and those let go of."""
         gone = [disk for disk in self._disks if disk.is_gone and disk not in self._mourned]
         found, self._found = [disk for disk in self._found if not disk.is_gone], []
+        num_foreign = sum(disk.take_news().num_foreign for disk in self._disks)
         if not gone and not found:
-            return TierNews()
+            return TierNews(num_foreign=num_foreign)
         self._mourned.update(gone)
         lost = headers_by_use([disk.copies for disk in gone])
         return TierNews(
             headers_by_use([disk.copies for disk in found]),
             [header for header in lost if self._holder(header.block.storage_key) is None],
+            num_foreign,
         )
 
     def open_namespace(self, namespace: Namespace) -> None:

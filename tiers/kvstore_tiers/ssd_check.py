@@ -5,6 +5,7 @@ process die first. Exit status 0: the index was read and may be used; 3: it is d
 not be examined, which says nothing about it.
 """
 
+import contextlib
 import errno
 import os
 import sys
@@ -40,10 +41,12 @@ def main(arguments: list[str]) -> int:
     folder, capacity_bytes = arguments
     try:
         index = SsdIndex.open_unreserved(Path(folder), capacity_bytes=int(capacity_bytes))
-        index.load()
-        index.try_to_write()
+        # Of another format: that it can be read is enough, since whoever opens it next lets go of it.
+        with contextlib.suppress(IndexIsForeign):
+            index.load()
+            index.try_to_write()
         index.close()
-    except (lmdb.Error, OSError, IndexIsForeign) as error:
+    except (lmdb.Error, OSError) as error:
         sys.stderr.write(f"{error}\n")
         # py-lmdb gives the system's error only as text.
         is_lacking = any(text in str(error) for text in _LACKING)

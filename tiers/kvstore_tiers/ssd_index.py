@@ -1,13 +1,13 @@
 """SsdIndex: which slab slot holds which block, in an LMDB environment.
 
 Key ``s`` holds the superblock (magic, version), key ``w`` what is left of the write budget, key ``b`` and a
-storage key (40 bytes) one record (see ssd_record).
+storage key (72 bytes) one record (see ssd_record).
 
 Concurrency. One process (the folder is locked by the tier), one writing thread at a time; no read
 transaction outlives ``load``. The environment must not be used in a forked child.
 
 Space. The file is preallocated to the map size, so that a full disk shows at open. The map size follows from
-the number of slots of 64 KiB. A record takes up to 309 bytes and pages may be half full: 704 bytes are
+the number of slots of 64 KiB. A record takes up to 341 bytes and pages may be half full: 784 bytes are
 reckoned for each, beside what copy on write needs for the transactions of the moment.
 """
 
@@ -26,12 +26,12 @@ from kvstore_tiers.ssd_record_table import RecordTable
 __all__ = ["Change", "IndexIsForeign", "IndexRecord", "SsdIndex", "map_size_bytes", "max_records"]
 
 _MAGIC = b"KVSSD\0\0\0"
-_VERSION = 1
+_VERSION = 2
 _SUPERBLOCK = struct.Struct("<8sI")
 _SUPERBLOCK_KEY = b"s"
 _FIXED_MAP_BYTES = 16 << 20
 _COPY_ON_WRITE_BYTES = 6 << 20
-_RECKONED_BYTES_PER_RECORD = 704
+_RECKONED_BYTES_PER_RECORD = 784
 _MAP_BYTES_PER_RECORD = 1024
 _SMALLEST_COUNTED_SLOT_BYTES = 64 << 10
 _MAX_READERS = 8
@@ -54,7 +54,11 @@ INDEX_DAMAGE = (
 
 
 class IndexIsForeign(Exception):
-    """The environment holds another format."""
+    """The environment holds another format, of another version or of none; ``num_records`` are lost."""
+
+    def __init__(self, superblock: bytes | None, *, num_records: int) -> None:
+        super().__init__(f"it is of {_format_of(superblock)}, this is version {_VERSION}")
+        self.num_records = num_records
 
 
 class SsdIndex:
@@ -114,7 +118,7 @@ class SsdIndex:
             with self._env.begin(write=True) as transaction:
                 transaction.put(_SUPERBLOCK_KEY, superblock)
         elif found != superblock:
-            raise IndexIsForeign(f"format {found!r}, expected {superblock!r}")
+            raise IndexIsForeign(found, num_records=len(stored))
         return records, damaged
 
     def budget_left_bytes(self) -> int | None:
@@ -219,6 +223,14 @@ class SsdIndex:
             self._env.sync(True)
         finally:
             self._env.close()
+
+
+def _format_of(superblock: bytes | None) -> str:
+    if superblock is not None and len(superblock) == _SUPERBLOCK.size:
+        magic, version = _SUPERBLOCK.unpack(superblock)
+        if magic == _MAGIC:
+            return f"version {version}"
+    return f"format {superblock!r}"
 
 
 def _open_environment(folder: Path, map_bytes: int) -> "lmdb.Environment":

@@ -34,7 +34,7 @@ class Placing:
         emptiest = max(fitting or free, key=free.__getitem__, default=None)
         if emptiest is None:
             return None
-        before = StorageKey(header.parent + header.block.part.pack())
+        before = header.block._replace(key=header.parent).storage_key
         near = self._placed.get(before) or self._holder(before)
         chosen = emptiest
         if near is not None and near in fitting:

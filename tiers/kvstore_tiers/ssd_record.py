@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvstore.checksum import checksum
 from kvstore.keys import BlockKey, NamespaceDigest
 from kvstore.layout import Part
-from kvstore.tier import SEAL_BYTES, SEALED_HEADER_BYTES, BlockHeader, BlockId
+from kvstore.tier import SEAL_BYTES, SEALED_HEADER_BYTES, STORAGE_KEY_BYTES, BlockHeader, BlockId
 
 RECORD_PREFIX = b"b"
 """First byte of the LMDB key of a record; the storage key follows."""
@@ -22,10 +22,10 @@ BUDGET_KEY = b"w"
 """LMDB key of what is left of the write budget."""
 
 _RECORD_SUM = struct.Struct("<Q")
-NAME_IN_RECORD = slice(12, 52)
+NAME_IN_RECORD = slice(12, 12 + STORAGE_KEY_BYTES)
 """Where the storage key is in it."""
 
-RECORD_KEY_BYTES = 41
+RECORD_KEY_BYTES = len(RECORD_PREFIX) + STORAGE_KEY_BYTES
 """Size of its LMDB key."""
 
 _PLACE = struct.Struct("<QIQQ")

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import lmdb
@@ -29,6 +29,16 @@ _DAMAGE_STATUSES = (EXIT_UNUSABLE, -signal.SIGBUS, -signal.SIGSEGV, -signal.SIGA
 
 
 @dataclass(frozen=True, slots=True)
+class _Found:
+    """An index that was opened: its sound records, the keys of damaged ones, how many of another format."""
+
+    index: SsdIndex
+    records: RecordTable
+    damaged: list[bytes]
+    num_foreign: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class CommitOutcome:
     """How a commit ended. ``fault`` is a clause for people, given when the medium is at fault."""
 
@@ -37,13 +47,25 @@ class CommitOutcome:
 
 
 class SsdStore:
-    """Slab and index of one folder, open and locked."""
+    """Slab and index of one folder, open and locked.
 
-    def __init__(self, folder: SsdFolder, slab: Slab, index: SsdIndex, *, capacity_bytes: int) -> None:
+    ``num_foreign`` records were there in another format, and were let go of.
+    """
+
+    def __init__(
+        self,
+        folder: SsdFolder,
+        slab: Slab,
+        index: SsdIndex,
+        *,
+        capacity_bytes: int,
+        num_foreign: int = 0,
+    ) -> None:
         self._folder = folder
         self.slab = slab
         self._index = index
         self._capacity_bytes = capacity_bytes
+        self.num_foreign = num_foreign
         self._is_index_broken = False
         self._is_index_damaged = False
         self.gone = ""
@@ -72,7 +94,7 @@ class SsdStore:
             folder.settle_seal(is_sealed=is_sealed)
             _preflight(folder, capacity_bytes, check_timeout_s, name=name)
             folder.mark_dirty()
-            slab, index, records = _open_parts(folder, capacity_bytes, opened)
+            slab, found = _open_parts(folder, capacity_bytes, opened)
             folder.sync()
         except TierUnavailable:
             _close_parts(folder, opened)
@@ -86,7 +108,8 @@ class SsdStore:
                 f"{name}: folder {path}: the index cannot be opened: {error}: check the disk, or remove "
                 f"{folder.index_path}"
             ) from error
-        return cls(folder, slab, index, capacity_bytes=capacity_bytes), records
+        store = cls(folder, slab, found.index, capacity_bytes=capacity_bytes, num_foreign=found.num_foreign)
+        return store, found.records
 
     def commit(self, changes: Sequence[Change]) -> list[CommitOutcome]:
         """Make slab writes and index changes durable, in that order; one outcome per change.
@@ -221,34 +244,33 @@ def _preflight(folder: SsdFolder, capacity_bytes: int, timeout_s: float, *, name
         folder.discard_index(how)
 
 
-def _open_parts(
-    folder: SsdFolder, capacity_bytes: int, opened: list[Slab | SsdIndex]
-) -> tuple[Slab, SsdIndex, RecordTable]:
+def _open_parts(folder: SsdFolder, capacity_bytes: int, opened: list[Slab | SsdIndex]) -> tuple[Slab, _Found]:
     """Open slab and index, noted in ``opened`` for whoever cleans up, and cut both to the capacity."""
     slab, had_bytes = Slab.open(folder.slab_path, capacity_bytes, io=folder.io)
     opened.append(slab)
     try:
-        index, records, damaged = _open_index(folder, capacity_bytes)
+        found = _open_index(folder, capacity_bytes)
     except (OSError, lmdb.Error):
         if had_bytes < capacity_bytes:
             slab.shrink(had_bytes)
         raise
+    index = found.index
     opened.append(index)
-    kept, unusable = records.without_overlaps(min(had_bytes, capacity_bytes))
-    if damaged or unusable:
+    kept, unusable = found.records.without_overlaps(min(had_bytes, capacity_bytes))
+    if found.damaged or unusable:
         _log.warning(
             "folder %s: %d damaged records and %d without their bytes are forgotten",
-            *(folder.path, len(damaged), len(unusable)),
+            *(folder.path, len(found.damaged), len(unusable)),
         )
     # Of a file with damage nothing is kept but its sound records: what else is damaged shows only later.
-    is_to_be_rebuilt = bool(damaged) or not _try_to_delete(index, unusable)
+    is_to_be_rebuilt = bool(found.damaged) or not _try_to_delete(index, unusable)
     if had_bytes > capacity_bytes:
         slab.shrink(capacity_bytes)
     if is_to_be_rebuilt or index.is_larger_than(folder.index_path, capacity_bytes):
         opened.remove(index)
         index = index.rebuild(folder.index_path, kept, capacity_bytes=capacity_bytes)
         opened.append(index)
-    return slab, index, kept
+    return slab, replace(found, index=index, records=kept)
 
 
 def _try_to_delete(index: SsdIndex, keys: Sequence[bytes]) -> bool:
@@ -273,18 +295,20 @@ def _close_parts(folder: SsdFolder, parts: Sequence[Slab | SsdIndex]) -> None:
     folder.release()
 
 
-def _open_index(folder: SsdFolder, capacity_bytes: int) -> tuple[SsdIndex, RecordTable, list[bytes]]:
+def _open_index(folder: SsdFolder, capacity_bytes: int) -> _Found:
     index: SsdIndex | None = None
+    num_foreign = 0
     try:
         index = SsdIndex.open(folder.index_path, capacity_bytes=capacity_bytes)
-        return (index, *index.load())
+        return _Found(index, *index.load())
     except (IndexIsForeign, *INDEX_DAMAGE) as error:
         if index is not None:
             index.close()
+        num_foreign = error.num_records if isinstance(error, IndexIsForeign) else 0
         folder.discard_index(str(error))
     except BaseException:
         if index is not None:
             index.close()
         raise
     index = SsdIndex.open(folder.index_path, capacity_bytes=capacity_bytes)
-    return (index, *index.load())
+    return _Found(index, *index.load(), num_foreign)

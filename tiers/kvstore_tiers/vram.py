@@ -147,6 +147,10 @@ class VramTier:
         """Return the slot's generation."""
         return self._generations[slot]
 
+    def generations(self, slots: Sequence[Slot]) -> list[int]:
+        """Return the generation of each of several slots."""
+        return [self._generations[slot] for slot in slots]
+
     @contextlib.asynccontextmanager
     async def writing(self, slots: Sequence[Slot], length_bytes: int) -> AsyncIterator[list[memoryview]]:
         """Lend a writable host buffer per slot; on leaving, their bytes are in the slots.
