@@ -111,34 +111,55 @@ class NvccCompiler:
 
 
 class KernelBinaries:
-    """Cubins of specs for one architecture: from the cache, else compiled and put there."""
+    """Cubins of specs for one architecture: from the cache, else compiled and put there.
 
-    def __init__(
-        self, compiler: Compiler, cache: BinaryCache | None, architecture: str, headers: Path
-    ) -> None:
+    A binary is identified by the sources, CUDA's headers, the spec, the architecture and the compiler; one that
+    was put there ahead of time (see `keep_ahead`) by the sources, the spec and the architecture alone.
+    """
+
+    def __init__(self, compiler: Compiler | None, cache: BinaryCache | None, architecture: str) -> None:
         self._compiler = compiler
         self._cache = cache
         self._architecture = architecture
-        self._identity = hashlib.sha256(_sources_digest(headers))
-        for text in (compiler.version, architecture):
-            self._identity.update(f"{len(text)}:{text}".encode())
+        self._sources = _digest_of(sorted(SOURCE_DIR.iterdir()))
+        self._headers = _digest_of([find_cuda_headers() / name for name in NEEDED]) if compiler else b""
 
     def get(self, spec: KernelSpec) -> bytes:
         """Return the cubin of one spec.
 
         Raises:
-            KernelsUnavailable: it does not compile.
+            KernelsUnavailable: it does not compile, or it is not in the cache and there is no compiler.
         """
-        source = translation_unit([spec])
-        digest = self._identity.copy()
-        digest.update(source.encode())
-        key = digest.hexdigest()
-        binary = self._cache.read(key) if self._cache else None
-        if binary is None:
-            binary = self._compiler.compile(source, self._architecture)
-            if self._cache:
-                self._cache.write(key, binary)
+        for key in self._keys(spec):
+            binary = self._cache.read(key) if self._cache else None
+            if binary is not None:
+                return binary
+        if self._compiler is None:
+            raise KernelsUnavailable(
+                f"{spec.name} for {self._architecture}: not compiled ahead of time, and there is no NVRTC: "
+                "pip install 'tiered-kvstore[gpu]'"
+            )
+        binary = self._compiler.compile(translation_unit([spec]), self._architecture)
+        if self._cache:
+            self._cache.write(self._keys(spec)[-1], binary)
         return binary
+
+    def keep_ahead(self, spec: KernelSpec) -> bool:
+        """Compile one spec now, for machines that have no compiler; False if it could not be stored.
+
+        Raises:
+            KernelsUnavailable: it does not compile, or there is no compiler.
+        """
+        if self._compiler is None or self._cache is None:
+            raise KernelsUnavailable("compiling ahead of time needs a compiler and a cache")
+        binary = self._compiler.compile(translation_unit([spec]), self._architecture)
+        return self._cache.write(self._keys(spec)[0], binary)
+
+    def _keys(self, spec: KernelSpec) -> list[str]:
+        parts = [self._sources, translation_unit([spec]).encode(), self._architecture.encode()]
+        if self._compiler is None:
+            return [_key(parts)]
+        return [_key(parts), _key([*parts, self._headers, self._compiler.version.encode()])]
 
 
 def translation_unit(specs: Sequence[KernelSpec]) -> str:
@@ -178,11 +199,12 @@ def _nvrtc() -> Any:  # CuPy ships no types
     return nvrtc
 
 
-def _sources_digest(headers: Path) -> bytes:
-    digest = hashlib.sha256()
-    paths = [*sorted(SOURCE_DIR.iterdir()), *(headers / name for name in NEEDED)]
-    for path in paths:
-        data = path.read_bytes()
-        digest.update(f"{path.name}:{len(data)}:".encode())
-        digest.update(data)
-    return digest.digest()
+def _digest_of(paths: Sequence[Path]) -> bytes:
+    """One digest of the files' names and contents."""
+    return hashlib.sha256(
+        b"".join(path.name.encode() + hashlib.sha256(path.read_bytes()).digest() for path in paths)
+    ).digest()
+
+
+def _key(parts: Sequence[bytes]) -> str:
+    return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).hexdigest()

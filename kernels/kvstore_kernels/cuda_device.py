@@ -1,6 +1,7 @@
 """CudaRunner: launches on a GPU by CuPy. No other module touches CuPy's runtime, and this one only in use."""
 
 import ctypes
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,9 +9,17 @@ import numpy as np
 import torch
 
 from kvstore_kernels.binary_cache import BinaryCache
-from kvstore_kernels.compiling import KernelBinaries, KernelsUnavailable, default_cache, open_nvrtc
-from kvstore_kernels.cuda_headers import find_cuda_headers
+from kvstore_kernels.compiling import (
+    KernelBinaries,
+    KernelsUnavailable,
+    NvrtcCompiler,
+    default_cache,
+    open_nvrtc,
+)
+from kvstore_kernels.cuda_headers import CudaHeadersMissing
 from kvstore_kernels.launching import Argument, DeviceLimits, KernelSpec, Launch, Written
+
+_log = logging.getLogger(__name__)
 
 _OLDEST = (8, 0)
 
@@ -37,8 +46,8 @@ class CudaRunner:
             cache: where compiled kernels are kept; in the user's home by default.
 
         Raises:
-            KernelsUnavailable: no such device, too old a one, or no compiler.
-            CudaHeadersMissing: no CUDA headers.
+            KernelsUnavailable: no such device, or too old a one. A missing compiler shows when a kernel that was
+                not compiled ahead of time is first launched.
         """
         if not torch.cuda.is_available():
             raise KernelsUnavailable("no CUDA device, or a torch without CUDA")
@@ -48,9 +57,8 @@ class CudaRunner:
         if capability < _OLDEST:
             raise KernelsUnavailable(f"compute capability {capability}, at least {_OLDEST} is needed")
         architecture = f"sm_{capability[0]}{capability[1]}"
-        compiler = open_nvrtc()
         limits = _limits(index)
-        binaries = KernelBinaries(compiler, cache or default_cache(), architecture, find_cuda_headers())
+        binaries = KernelBinaries(_compiler(), cache or default_cache(), architecture)
         return cls(torch.device("cuda", index), binaries, limits)
 
     @property
@@ -96,6 +104,14 @@ class CudaRunner:
                 driver.funcSetAttribute(loaded.ptr, attribute, value)
         self._functions[launch.spec] = loaded
         return loaded
+
+
+def _compiler() -> NvrtcCompiler | None:
+    try:
+        return open_nvrtc()
+    except (KernelsUnavailable, CudaHeadersMissing) as error:
+        _log.info("kernels: only those compiled ahead of time: %s", error)
+        return None
 
 
 def _limits(index: int) -> DeviceLimits:

@@ -22,7 +22,6 @@ def open_kernels(
 
     Raises:
         KernelsUnavailable: a CUDA device on which they cannot run.
-        CudaHeadersMissing: a CUDA device, but no CUDA headers.
     """
     if device.type != "cuda":
         return ReferenceKernels()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_kernels import precompile
 from kvstore_kernels.binary_cache import BinaryCache
 from kvstore_kernels.compiling import (
     KernelBinaries,
@@ -16,11 +17,10 @@ from kvstore_kernels.compiling import (
     open_nvrtc,
     translation_unit,
 )
-from kvstore_kernels.cuda_headers import find_cuda_headers
 from kvstore_kernels.launching import KernelSpec
 from kvstore_kernels.moves import copy_spec
 from tests.kernels.conftest import not_possible
-from tests.kernels.specs import COMBINES, CONVERSIONS, COPIES, DECODES, PREFILLS, SPECS
+from tests.kernels.specs import BF16, COMBINES, CONVERSIONS, COPIES, DECODES, E4M3, PREFILLS, SPECS
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
 ELF = b"\x7fELF"
@@ -111,18 +111,47 @@ def test_a_kernel_is_compiled_once_per_source_architecture_and_compiler(
             return nvrtc.compile(source, architecture)
 
     first, second, newer = Counting("1"), Counting("1"), Counting("2")
-    headers = find_cuda_headers()
     spec, other = copy_spec(16), copy_spec(8)
 
-    binary = KernelBinaries(first, BinaryCache(tmp_path / "c"), "sm_90", headers).get(spec)
-    again = KernelBinaries(second, BinaryCache(tmp_path / "c"), "sm_90", headers)
+    binary = KernelBinaries(first, BinaryCache(tmp_path / "c"), "sm_90").get(spec)
+    again = KernelBinaries(second, BinaryCache(tmp_path / "c"), "sm_90")
 
     assert again.get(spec) == binary
     assert second.compiled == []
     again.get(other)
-    KernelBinaries(second, BinaryCache(tmp_path / "c"), "sm_80", headers).get(spec)
-    KernelBinaries(newer, BinaryCache(tmp_path / "c"), "sm_90", headers).get(spec)
+    KernelBinaries(second, BinaryCache(tmp_path / "c"), "sm_80").get(spec)
+    KernelBinaries(newer, BinaryCache(tmp_path / "c"), "sm_90").get(spec)
     assert (first.compiled, second.compiled, newer.compiled) == (["sm_90"], ["sm_90", "sm_80"], ["sm_90"])
+
+
+@pytest.mark.parametrize("options", [[], ["--nvcc"]])
+def test_kernels_compiled_ahead_of_time_need_no_compiler(
+    nvrtc: NvrtcCompiler, tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if options and shutil.which("nvcc") is None:
+        pytest.skip("no nvcc on PATH")
+    asked = ["--architecture", "sm_90", "--head-dim", "64", "--kv-dtype", "float8_e4m3"]
+    assert precompile.main(["--cache-dir", str(tmp_path / "c"), *asked, *options]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 7
+
+    binaries = KernelBinaries(None, BinaryCache(tmp_path / "c"), "sm_90")
+    for spec in precompile.specs_for(BF16, E4M3, 64, "sm_90"):
+        assert binaries.get(spec).startswith(ELF)
+    with pytest.raises(KernelsUnavailable, match="not compiled ahead of time"):
+        binaries.get(copy_spec(8))
+    with pytest.raises(KernelsUnavailable, match="needs a compiler"):
+        binaries.keep_ahead(copy_spec(8))
+
+
+def test_compiling_ahead_of_time_says_what_is_wrong(
+    nvrtc: NvrtcCompiler, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    sizes = ["--architecture", "sm_90", "--head-dim", "64"]
+    assert precompile.main(["--cache-dir", str(tmp_path / "file"), *sizes]) == 1
+    assert "cannot write" in capsys.readouterr().err
+    assert precompile.main(["--cache-dir", str(tmp_path), "--architecture", "sm_1", "--head-dim", "64"]) == 1
+    assert "sm_1" in capsys.readouterr().err
 
 
 def test_names_of_builds_are_unique() -> None:
