@@ -63,8 +63,9 @@ async def test_what_is_no_http_is_answered_in_openais_shape_and_without_a_traceb
 async def test_connections_beyond_the_cap_are_told_so(lively):
     async with face_server(lively, server_options={"limits": Limits(max_connections=2)}) as server:
         held = [await asyncio.open_connection(*address(server)) for _ in range(2)]
-        while server.counters.open_connections < 2:  # noqa: ASYNC110  # nothing tells
-            await asyncio.sleep(0.01)
+        for reader, writer in held:
+            writer.write(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200 ")
         answer = await answer_to(server, b"")
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "overloaded"
