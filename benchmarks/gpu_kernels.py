@@ -3,8 +3,8 @@
 Two ceilings are measured first: how fast torch copies device memory, and how fast it multiplies bfloat16
 matrices. Kernels bound by memory (decode, gather, scatter, write) are given as a share of the first;
 prefill as a share of torch's fused attention on contiguous data, and of the second. Times are medians over
-CUDA events; data is larger than the L2 cache and rotates through layers. JSON on the last line. Status 3 without
-a CUDA device, 1 if a result is wrong, 0 otherwise: a missed aim is reported, not an error.
+CUDA events; data is larger than the L2 cache and rotates through layers. JSON on the last line. Status 3
+without a CUDA device, 1 if a result is wrong, 0 otherwise: a missed aim is reported, not an error.
 """
 
 import argparse

@@ -48,6 +48,32 @@ class Problem(NamedTuple):
         return self.block_tables.shape[1] * self.kv_pages.shape[2]
 
 
+def problem_of(
+    q: torch.Tensor,
+    kv_pages: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    kv_scales: torch.Tensor | None,
+    scale: float | None,
+) -> Problem:
+    """Return the problem of arguments that fit each other (check_decode, check_prefill).
+
+    Raises:
+        InvalidLayout: rows, dtypes or a scale that the kernels cannot take.
+    """
+    check_rows("q", q)
+    check_rows("kv_pages", kv_pages)
+    check_dtype("q", q, (torch.bfloat16, torch.float16))
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    if not 0 < scale < math.inf:
+        raise InvalidLayout(f"scale: {scale}, expected a positive number")
+    for name, tensor in (("block_tables", block_tables), ("context_lens", context_lens)):
+        if not tensor.is_contiguous():
+            raise InvalidLayout(f"{name}: must be contiguous")
+    return Problem(q, kv_pages, block_tables, context_lens, kv_scales, scale)
+
+
 class Attention(NamedTuple):
     """Launches of one attention call, and the tensor that holds the result after them."""
 
@@ -70,9 +96,8 @@ def decode_launches(problem: Problem, plan: SplitPlan, limits: DeviceLimits) -> 
     """The launches of paged_decode.
 
     Raises:
-        InvalidLayout: rows that the kernel cannot reach, or too many sequences.
+        InvalidLayout: a head size that the kernel cannot take, or too many sequences.
     """
-    _check_rows(problem)
     q = problem.q
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if not q.numel():
@@ -107,9 +132,8 @@ def prefill_launches(problem: Problem, query_starts: torch.Tensor, plan: SplitPl
     """The launches of paged_prefill.
 
     Raises:
-        InvalidLayout: rows that the kernel cannot reach, or too many KV heads.
+        InvalidLayout: a head size that the kernel cannot take, or query_starts that are not contiguous.
     """
-    _check_rows(problem)
     if not query_starts.is_contiguous():
         raise InvalidLayout("query_starts: must be contiguous")
     q = problem.q
@@ -171,18 +195,6 @@ class _Partial(NamedTuple):
 
 
 _MAX_GRID_Z = 65535
-
-
-def _check_rows(problem: Problem) -> None:
-    check_rows("q", problem.q)
-    check_rows("kv_pages", problem.kv_pages)
-    if problem.q.dtype not in (torch.bfloat16, torch.float16):
-        raise InvalidLayout(f"q: dtype {problem.q.dtype}, expected bfloat16 or float16")
-    if not 0 < problem.scale < math.inf:
-        raise InvalidLayout(f"scale: {problem.scale}, expected a positive number")
-    for name, tensor in (("block_tables", problem.block_tables), ("context_lens", problem.context_lens)):
-        if not tensor.is_contiguous():
-            raise InvalidLayout(f"{name}: must be contiguous")
 
 
 def _page_arguments(problem: Problem) -> tuple[Argument, ...]:

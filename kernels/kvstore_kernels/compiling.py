@@ -113,8 +113,8 @@ class NvccCompiler:
 class KernelBinaries:
     """Cubins of specs for one architecture: from the cache, else compiled and put there.
 
-    A binary is identified by the sources, CUDA's headers, the spec, the architecture and the compiler; one that
-    was put there ahead of time (see `keep_ahead`) by the sources, the spec and the architecture alone.
+    A binary is identified by the sources, CUDA's headers, the spec, the architecture and the compiler; one
+    that was put there ahead of time (see `keep_ahead`) by the sources, the spec and the architecture alone.
     """
 
     def __init__(self, compiler: Compiler | None, cache: BinaryCache | None, architecture: str) -> None:

@@ -46,8 +46,8 @@ class CudaRunner:
             cache: where compiled kernels are kept; in the user's home by default.
 
         Raises:
-            KernelsUnavailable: no such device, or too old a one. A missing compiler shows when a kernel that was
-                not compiled ahead of time is first launched.
+            KernelsUnavailable: no such device, or too old a one. A missing compiler shows when a kernel that
+                was not compiled ahead of time is first launched.
         """
         if not torch.cuda.is_available():
             raise KernelsUnavailable("no CUDA device, or a torch without CUDA")

@@ -7,13 +7,13 @@ import torch
 from kvstore_kernels import reference
 from kvstore_kernels.attention import (
     Attention,
-    Problem,
     check_decode,
     check_prefill,
     decode_launches,
     plan_decode,
     plan_prefill,
     prefill_launches,
+    problem_of,
 )
 from kvstore_kernels.launching import KernelRunner, Launch
 from kvstore_kernels.moves import gather_launch, scatter_launch, write_launch
@@ -194,7 +194,7 @@ class LaunchedKernels:
         ``plan`` says how contexts are split; by default they are where rows are too few to fill the device.
         """
         check_decode(q, kv_pages, block_tables, context_lens, kv_scales)
-        problem = Problem(q, kv_pages, block_tables, context_lens, kv_scales, _scale(q, scale))
+        problem = problem_of(q, kv_pages, block_tables, context_lens, kv_scales=kv_scales, scale=scale)
         limits = self._runner.limits
         return self._attend(decode_launches(problem, plan or plan_decode(problem, limits), limits))
 
@@ -215,7 +215,7 @@ class LaunchedKernels:
         ``plan`` says how contexts are split; by default they are where rows are too few to fill the device.
         """
         check_prefill(q, kv_pages, block_tables, query_starts, context_lens, kv_scales)
-        problem = Problem(q, kv_pages, block_tables, context_lens, kv_scales, _scale(q, scale))
+        problem = problem_of(q, kv_pages, block_tables, context_lens, kv_scales=kv_scales, scale=scale)
         plan = plan or plan_prefill(problem, self._runner.limits)
         return self._attend(prefill_launches(problem, query_starts, plan))
 
@@ -227,7 +227,3 @@ class LaunchedKernels:
     def _run(self, launch: Launch | None) -> None:
         if launch is not None:
             self._runner.run(launch)
-
-
-def _scale(q: torch.Tensor, scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else scale
