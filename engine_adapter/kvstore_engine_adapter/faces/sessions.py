@@ -78,7 +78,7 @@ class SessionHead:
                 "num_shared": int() as num_shared,
                 "created_s": int() as created_s,
                 "forked_from": str() | None as forked_from,
-            } if all(isinstance(turn, str) and _TURN.fullmatch(turn) for turn in turns):
+            } if _are_turns(turns) and 0 <= num_shared <= len(turns):
                 return cls(
                     name,
                     tuple(turns),
@@ -327,11 +327,24 @@ def messages_of(value: dict[str, object], what: str) -> list[ChatMessage]:
     found = []
     for entry in messages:
         match entry:
-            case [str() as role, str() as content]:
+            case [str() as role, str() as content] if _is_text(content):
                 found.append(ChatMessage(role, content))
             case _:
                 raise damaged(what)
     return found
+
+
+def _is_text(content: str) -> bool:
+    """Whether every tokenizer takes it: JSON may hold lone surrogates."""
+    try:
+        content.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _are_turns(names: Sequence[object]) -> bool:
+    return all(isinstance(name, str) and _TURN.fullmatch(name) for name in names)
 
 
 def require_name(name: str, param: str = "kvstore.session") -> str:
