@@ -111,7 +111,7 @@ def _records(config: Config, encryption: Encryption | None, clock: Callable[[], 
         # Only a store with encryption needs its package, which is here by now.
         from kvstore_tiers.record_sealing import SealedCodec
 
-        codec = SealedCodec(encryption.vault, clock=clock)
+        codec = SealedCodec(encryption.vault)
     local = _local_records(config, codec, clock)
     quota_bytes = int(capacity_bytes * config.store.namespace_quota_ratio)
     truth: RecordTruth

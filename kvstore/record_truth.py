@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -94,8 +94,10 @@ class RecordTruth(Protocol):
     async def names(self, query: ListQuery, *, deadline_s: float) -> list[RecordInfo]:
         """Return records by name. Raises TierUnavailable if it is not known which there are."""
 
-    async def erase(self, tenant: TenantId, *, deadline_s: float) -> tuple[int, list[str]]:
-        """Forget those of a tenant's records whose key is gone.
+    async def erase(
+        self, tenant: TenantId, key_ids: Collection[bytes], *, deadline_s: float
+    ) -> tuple[int, list[str]]:
+        """Forget those of a tenant's records whose key is gone; ``key_ids`` are erased ones.
 
         Returns how many, and a line for each place that could not be reached.
         """
@@ -288,10 +290,12 @@ class LocalTruth:
             for name, head in chosen[: query.limit]
         ]
 
-    async def erase(self, tenant: TenantId, *, deadline_s: float) -> tuple[int, list[str]]:
+    async def erase(
+        self, tenant: TenantId, key_ids: Collection[bytes], *, deadline_s: float
+    ) -> tuple[int, list[str]]:
         """Forget those of a tenant's records whose key is gone."""
         self._index.forget(tenant)
-        return await erase_local(self.local, self.codec, tenant)
+        return await erase_local(self.local, self.codec, tenant, key_ids)
 
     async def sweep(self) -> None:
         """Forget records whose time is over."""
@@ -354,11 +358,14 @@ async def picked(
     return await asyncio.to_thread(pick)
 
 
-async def erase_local(local: LocalRecords, codec: RecordCodec, tenant: TenantId) -> tuple[int, list[str]]:
+async def erase_local(
+    local: LocalRecords, codec: RecordCodec, tenant: TenantId, key_ids: Collection[bytes]
+) -> tuple[int, list[str]]:
     """Forget records whose key is gone on this node; returns how many, and what could not be done."""
     if not await local.ready():
         return 0, [f"records: {local.trouble}"]
-    keys = [at.key for at in local.of_tenant(tenant) if not codec.is_live((at.head, at.name))]
+    entries = [(at.head, at.name) for at in local.of_tenant(tenant)]
+    keys = [tenant + head.id for head, _ in await codec.erased_among(tenant, entries, key_ids)]
     if await local.forget(keys, RecordAbsence.ERASED) is not Kept.OK:
         return 0, ["records: the disk does not take the erasure now"]
     return len(keys), []

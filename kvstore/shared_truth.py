@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -410,18 +410,18 @@ class SharedTruth:
 
     # Erasing and sweeping
 
-    async def erase(self, tenant: TenantId, *, deadline_s: float) -> tuple[int, list[str]]:
+    async def erase(
+        self, tenant: TenantId, key_ids: Collection[bytes], *, deadline_s: float
+    ) -> tuple[int, list[str]]:
         """Forget those of a tenant's records whose key is gone, in Redis and here."""
         self._index.forget(tenant)
-        num_copies, problems = await erase_local(self.local, self.codec, tenant)
+        num_copies, problems = await erase_local(self.local, self.codec, tenant, key_ids)
         found = await self.remote.entries(tenant, deadline_s=deadline_s)
         if not found.is_known:
             return num_copies, [*problems, f"records: {found.problem}"]
-        gone = [
-            (record_id, data)
-            for record_id, (data, entry) in found.entries.items()
-            if entry is None or not self.codec.is_live(entry)
-        ]
+        entries = [entry for _, entry in found.entries.values() if entry is not None]
+        erased = await self.codec.erased_among(tenant, entries, key_ids)
+        gone = [(head.id, found.entries[head.id][0]) for head, _ in erased if head.id in found.entries]
         count = await self.remote.remove(tenant, gone, only_absent=False, deadline_s=deadline_s)
         if count is None:
             problems.append("records: not all of them could be removed from Redis")

@@ -45,10 +45,10 @@ class FixedKeys:
 
     def __init__(self) -> None:
         self.keys: dict[TenantId, DataKey] = {}
-        self.erased: set[TenantId] = set()
+        self.erased: set[bytes] = set()
         self.is_down = False
 
-    async def sealing_key_of(self, tenant: TenantId, *, deadline_s: float) -> DataKey | None:
+    async def shared_key_of(self, tenant: TenantId, *, deadline_s: float) -> DataKey | None:
         if self.is_down:
             return None
         return self.keys.setdefault(tenant, DataKey.make(tenant))
@@ -60,16 +60,16 @@ class FixedKeys:
     def is_known(self, key_id: bytes) -> bool:
         return any(key.id == key_id for key in self.keys.values())
 
-    def was_erased(self, tenant: TenantId) -> bool:
-        return tenant in self.erased
+    async def is_gone(self, tenant: TenantId, wanted: bytes) -> bool:
+        return not self.is_down and wanted in self.erased
 
-    def erase(self, salt: bytes) -> TenantId:
+    def erase(self, salt: bytes) -> tuple[TenantId, set[bytes]]:
+        """Erase a tenant's key; returns what stores are told."""
         tenant = tenant_of(salt)
-        self.erased.add(tenant)
-        key = self.keys.pop(tenant, None)
-        if key is not None:
-            key.forget()
-        return tenant
+        key = self.keys.pop(tenant)
+        self.erased.add(key.id)
+        key.forget()
+        return tenant, {key.id}
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Kit:
     keys: FixedKeys = field(default_factory=FixedKeys)
 
     def codec(self) -> RecordCodec:
-        return SealedCodec(self.keys, clock=self.clock) if self.is_sealed else PlainCodec()
+        return SealedCodec(self.keys) if self.is_sealed else PlainCodec()
 
     def local(self, name: str = "a", codec: RecordCodec | None = None) -> LocalRecords:
         more = {"capacity_bytes": self.capacity_bytes, "clock": self.clock, "wall_s": self.wall}

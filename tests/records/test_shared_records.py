@@ -462,10 +462,10 @@ async def test_erasing_a_tenant_removes_its_records_everywhere(tmp_path: Path, r
             await one.set(f"n{number}", b"x")
         await one.set("n", b"bobs", salt=BOB)
         assert await other.value("n0") == b"x"
-        tenant = kit.keys.erase(ANN)
+        told = kit.keys.erase(ANN)
 
-        count, problems = await one.erase(tenant)
-        await other.erase(tenant)
+        count, problems = await one.erase(*told)
+        await other.erase(*told)
 
         assert (count, problems) == (150, [])
         assert redis.ask(b"HLEN", NAMES.index) == b":1\r\n"
@@ -479,19 +479,36 @@ async def test_erasing_a_tenant_removes_its_records_everywhere(tmp_path: Path, r
         assert await other.value("n0") == b"new"
 
 
+async def test_another_node_that_hears_late_of_an_erasure_removes_nothing_newer(
+    tmp_path: Path, redis: RedisServer
+) -> None:
+    kit = Kit(tmp_path, redis.url, is_sealed=True)
+    async with kit.store("a") as one, kit.store("b") as other:
+        await one.set("old", b"x")
+        told = kit.keys.erase(ANN)
+        await one.erase(*told)
+        assert (await one.set("new", b"y", 0)).is_stored
+
+        await other.erase(*told)
+        await other.erase(told[0], ())
+
+        assert await other.value("new") == b"y"
+        assert [info.name for info in await one.listed()] == ["new"]
+
+
 async def test_an_erasure_that_redis_does_not_take_is_made_up_for(tmp_path: Path, redis: RedisServer) -> None:
     kit = Kit(tmp_path, redis.url, is_sealed=True)
     async with kit.store() as store:
         await store.set("n", b"x")
-        tenant = kit.keys.erase(ANN)
+        told = kit.keys.erase(ANN)
         redis.pause()
-        _, problems = await store.erase(tenant)
+        _, problems = await store.erase(*told)
         redis.resume()
 
         assert problems
         async with asyncio.timeout(30):
             while True:
-                if redis.ask(b"EXISTS", key_of("n")) == b":0\r\n":
+                if redis.ask(b"HLEN", NAMES.index) == b":1\r\n":
                     break
                 await asyncio.sleep(0.01)
 
