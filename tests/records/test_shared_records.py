@@ -491,7 +491,7 @@ async def test_an_erasure_that_redis_does_not_take_is_made_up_for(tmp_path: Path
         assert problems
         async with asyncio.timeout(30):
             while True:
-                if redis.ask(b"EXISTS", key_of("n")) == b":0\r\n":
+                if redis.ask(b"HLEN", NAMES.index) == b":1\r\n":
                     break
                 await asyncio.sleep(0.01)
 

@@ -37,9 +37,12 @@ from kvstore_tiers.resp_stream import RespFault
 INDEX_MS = int((MAX_TTL_S + 86_400) * 1000)
 """How long an index is kept after the last put: longer than any record."""
 
-TOMBSTONE_SLACK_MS = 3_600_000
 COPY_LIFE_S = 86_400.0
 """How long a node may serve its copy of a record that it has not seen in Redis since."""
+
+_MARK_SLACK_MS = 3_600_000
+_MARK_MS = int(COPY_LIFE_S * 1000) + _MARK_SLACK_MS
+"""How long a mark of a dropped record stays: longer than any copy of it may be served."""
 
 NEAR_BYTES = 64 << 20
 """With less than this left of a quota, puts of a tenant go one at a time: none may pass it together."""
@@ -294,7 +297,7 @@ def drop_record(exchange: Exchange, names: SharedNames, record_id: bytes, end: S
     if not is_there and not charge:
         end.status = SharedStatus.OK
         return exchange.forget_watches()
-    life_ms = min(max(_int(left), 0), int(COPY_LIFE_S * 1000)) + TOMBSTONE_SLACK_MS
+    life_ms = min(max(_int(left), 0) + _MARK_SLACK_MS, _MARK_MS)
     mark = tombstone(record_id)
     changes = [_set_pieces(key, mark, life_ms), *_index_removal(index, [record_id], charge)]
     if _execute(exchange, changes, end):
@@ -327,9 +330,9 @@ def remove_records(
     *,
     only_absent: bool,
 ) -> None:
-    """Remove records whose entry is the one given; with ``only_absent`` those whose value is gone.
+    """Put marks in place of records whose entry is the one given.
 
-    Raises Answered, RespFault.
+    With ``only_absent`` those whose value is gone only leave the index. Raises Answered, RespFault.
     """
     index, ids = names.index, [record_id for record_id, _ in wanted]
     keys = [names.of(record_id) for record_id in ids]
@@ -342,6 +345,8 @@ def remove_records(
         max_bytes=_SCAN_BYTES,
     )
     found = entries if isinstance(entries, list) else []
+    if len(found) != len(ids):
+        raise RespFault("unexpected reply to HMGET")
     chosen = [
         (key, record_id, entry)
         for key, (record_id, entry), is_there, present in zip(keys, wanted, exist, found, strict=True)
@@ -351,9 +356,12 @@ def remove_records(
         end.status = SharedStatus.OK
         return exchange.forget_watches()
     changes: list[Sequence[Piece]] = []
-    for key, _, _ in chosen:
-        # SET touches the value for whoever watches it, also where there is none.
-        changes += [[command(b"SET", key, b"")], [command(b"DEL", key)]]
+    for key, record_id, _ in chosen:
+        if only_absent:
+            # SET touches the value for whoever watches it, also where there is none.
+            changes += [[command(b"SET", key, b"")], [command(b"DEL", key)]]
+        else:
+            changes.append(_set_pieces(key, tombstone(record_id), _MARK_MS))
     charge = sum(_charge(entry) for _, _, entry in chosen)
     changes += _index_removal(index, [record_id for _, record_id, _ in chosen], charge)
     if _execute(exchange, changes, end):
