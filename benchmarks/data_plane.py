@@ -57,20 +57,23 @@ def _measure_blocks(
     bench: Bench, args: argparse.Namespace, names: Sequence[str], size: tuple[int, int]
 ) -> None:
     block_bytes, batch = size
+    # Where a round has two calls there are twice as many rounds.
+    rounds = args.rounds * (2 if 2 * block_bytes * batch > args.set_bytes else 1)
     measure_blocks(
-        bench, names, block_bytes=block_bytes, batch=batch, set_bytes=args.set_bytes, rounds=args.rounds
+        bench, names, block_bytes=block_bytes, batch=batch, set_bytes=args.set_bytes, rounds=rounds
     )
 
 
 def show(rows: Sequence[Row]) -> None:
     """Print a table."""
     for row in rows:
-        speed = "      " if row["gb_per_s"] is None else f"{row['gb_per_s']:6.2f}"
-        ratio = "     " if row["ratio_to_memcpy"] is None else f"{row['ratio_to_memcpy']:5.2f}"
-        cpu = "     " if row["cpu_s_per_gb"] is None else f"{row['cpu_s_per_gb']:5.2f}"
+        copied = ""
+        if row["gb_per_s"] is not None:
+            copied = f"{row['gb_per_s']:>7.2f} GB/s  {row['ratio_to_memcpy']:>5.2f} of memcpy  "
+            copied += f"{row['cpu_s_per_gb']:>6.2f} CPU s/GB"
         print(
-            f"{row['peer']:13} {row['op']:22}{row['block_bytes']:>9} B x{row['batch']:<5}{speed} GB/s "
-            f" {ratio} of memcpy  p50 {row['p50_us']:>9} us  p99 {row['p99_us']:>9} us  {cpu} CPU s/GB"
+            f"{row['peer']:13} {row['op']:22}{row['block_bytes']:>9} B x{row['batch']:<6}"
+            f"p50 {row['p50_us']:>9} us  p99 {row['p99_us']:>9} us {copied}".rstrip()
         )
 
 
@@ -131,7 +134,7 @@ def main() -> None:
         _tell(left_out)
         bench = measure(args, names)
         _tell(bench.failed)
-        record = make_record(bench.rows(), names, left_out | bench.failed)
+        record = make_record(bench.rows(), args.rounds, names, left_out | bench.failed)
     show(record.results)
     if args.svg or args.page:
         # Imported here because drawing needs matplotlib, which measuring does not.

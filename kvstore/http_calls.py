@@ -48,7 +48,15 @@ class _NoArena:
         """Refuse."""
         raise InvalidRequest("lease: over HTTP there is no shared memory")
 
+    def slot_arrays(self, offsets: Sequence[int], length_bytes: int) -> list[Bytes]:
+        """Refuse."""
+        raise InvalidRequest("lease: over HTTP there is no shared memory")
+
     def generation(self, offset: int) -> int:
+        """Refuse."""
+        raise InvalidRequest("lease: over HTTP there is no shared memory")
+
+    def generations(self, offsets: Sequence[int]) -> list[int]:
         """Refuse."""
         raise InvalidRequest("lease: over HTTP there is no shared memory")
 

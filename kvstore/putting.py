@@ -198,6 +198,7 @@ class Putter:
         self._refuse_small_slots(slots, owner, shelf.length_bytes)
         stored: list[BlockEntry] = []
         unused: list[Slot] = []
+        copies: list[Copy] = []
         num_late = 0
         parent, depth = chain.parent or BlockKey(chain.namespace), chain.start
         for key, slot, payload_sum in zip(chain.keys, slots, checksums, strict=True):
@@ -212,11 +213,19 @@ class Putter:
                     unused.append(slot)
                 else:
                     stored.append(entry)
+                    copies.append(copy)
             parent, depth = key, depth + 1
         state.free_slots(unused)
+        self._note_generations(copies)
         self._note_stored(shelf, stored, num_others=len(slots) - len(stored))
         state.freed.set()
         return Published(len(stored), num_late)
+
+    def _note_generations(self, copies: Sequence[Copy]) -> None:
+        """Note what readers of the copies will ask for."""
+        generations = self._state.top.generations([copy.slot for copy in copies if copy.slot is not None])
+        for copy, generation in zip(copies, generations, strict=True):
+            copy.generation = generation
 
     def _file(
         self, shelf: Shelf, key: BlockKey, parent: BlockKey, *, depth: int, copy: Copy

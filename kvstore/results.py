@@ -180,7 +180,8 @@ class BlockReport:
 class EraseReport:
     """What erasing a tenant came to.
 
-    ``keys`` counts the keys destroyed here, ``blocks`` the blocks forgotten, by tier. ``leased_blocks`` are
+    ``keys`` counts the keys destroyed here, ``blocks`` the blocks forgotten, by tier: of a shared tier those
+    that this node knew to be there, whose ciphertext stays until it goes by itself. ``leased_blocks`` are
     still in memory, matched by nobody, and are overwritten when their leases end. ``problems`` names the
     places that still have, or may have, the key: each is tried again until it takes the erasure.
     """

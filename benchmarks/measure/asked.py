@@ -120,7 +120,7 @@ def _load(record: Record) -> Iterator[Line]:
     most = Bound(5, is_least=False, unit=" ms")
     for copiers in COPIERS[1:]:
         for keys in (FEW_KEYS, MATCH_KEYS):
-            row = record.row("kvstore", f"match_{keys}_beside_{copiers}", 0, 1)
+            row = _small_row(record, f"match_{keys}_beside_{copiers}", keys)
             clients = f"{copiers} client" + ("s" if copiers > 1 else "")
             yield most.line(
                 f"match of {keys:,} keys while {clients} copy: p99".replace(",", " "),

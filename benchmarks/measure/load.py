@@ -13,7 +13,7 @@ import numpy as np
 
 from kvstore import KVLayout, KVStore, Namespace, PrefixChain
 from kvstore.keys import BlockKey
-from measure.figures import Bench, timed
+from measure.figures import Bench, Figures, timed
 from measure.lookups import BLOCK_TOKENS, MATCH_KEYS, SMALL_BLOCK_BYTES
 from peers.bare_socket import ANSWER_BYTES, REQUEST_BYTES, BareSocket
 from served_store import ServedStore
@@ -41,18 +41,25 @@ def measure_load(bench: Bench, *, block_bytes: int, batch: int, rounds: int) -> 
         chain = _stored_chain(client)
         few = chain[:FEW_KEYS]
         for count in COPIERS:
-            calls = {
-                ("kvstore", f"match_{FEW_KEYS}_beside_{count}"): partial(_match, client, few),
-                ("kvstore", f"match_{MATCH_KEYS}_beside_{count}"): partial(_match, client, chain),
-                ("bare", f"round_trip_beside_{count}"): partial(bare.round_trip, REQUEST_BYTES, ANSWER_BYTES),
-            }
+            calls = [
+                (_match_figures(bench, FEW_KEYS, count), partial(_match, client, few)),
+                (_match_figures(bench, MATCH_KEYS, count), partial(_match, client, chain)),
+                (
+                    bench.figures("bare", f"round_trip_beside_{count}", 0, 1),
+                    partial(bare.round_trip, REQUEST_BYTES, ANSWER_BYTES),
+                ),
+            ]
             with _copying([str(server.socket_path), str(block_bytes), str(batch)], count) as speeds:
                 for number in range(rounds + 1):
                     bench.is_warm = number > 0
-                    for (peer, op), call in calls.items():
-                        bench.run(bench.figures(peer, op, 0, 1), timed([call] * _CALLS))
-            for peer, op in calls:
-                bench.figures(peer, op, 0, 1).more["copiers_gb_per_s"] = round(sum(speeds), 2)
+                    for at, call in calls:
+                        bench.run(at, timed([call] * _CALLS))
+            for at, _ in calls:
+                at.more["copiers_gb_per_s"] = round(sum(speeds), 2)
+
+
+def _match_figures(bench: Bench, keys: int, copiers: int) -> Figures:
+    return bench.figures("kvstore", f"match_{keys}_beside_{copiers}", SMALL_BLOCK_BYTES, keys)
 
 
 def _match(client: KVStore, chain: PrefixChain) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from measure.asked import OVERHEAD_BATCHES, TINY, lines, number
 from measure.figures import Row
 from measure.load import COPIERS, FEW_KEYS
-from measure.lookups import MATCH_KEYS
+from measure.lookups import MATCH_KEYS, SMALL_BLOCK_BYTES
 from measure.record import Record
 
 
@@ -107,15 +107,14 @@ def lookup_table(record: Record) -> str:
 def load_table(record: Record) -> str:
     """p50 and p99 beside copying clients."""
     cells = []
-    for peer, op in (
-        ("kvstore", f"match_{FEW_KEYS}"),
-        ("kvstore", f"match_{MATCH_KEYS}"),
-        ("bare", "round_trip"),
+    for peer, op, size in (
+        ("kvstore", f"match_{FEW_KEYS}", (SMALL_BLOCK_BYTES, FEW_KEYS)),
+        ("kvstore", f"match_{MATCH_KEYS}", (SMALL_BLOCK_BYTES, MATCH_KEYS)),
+        ("bare", "round_trip", (0, 1)),
     ):
-        found = [record.row(peer, f"{op}_beside_{copiers}", 0, 1) for copiers in COPIERS]
+        found = [record.row(peer, f"{op}_beside_{copiers}", *size) for copiers in COPIERS]
         cells.append([f"`{peer}`", op.replace("_", " "), *map(_times, found)])
-    rows = [record.row("kvstore", f"match_{FEW_KEYS}_beside_{copiers}", 0, 1) for copiers in COPIERS]
-    speeds = [number(row, "copiers_gb_per_s") for row in rows]
+    speeds = [number(row, "copiers_gb_per_s") for row in found]
     cells.append(["", "what they copied, GB/s", *("" if not speed else _text(speed, 1) for speed in speeds)])
     return table(["", "", *(f"beside {copiers}" for copiers in COPIERS)], cells)
 
@@ -124,7 +123,7 @@ def versions_line(record: Record) -> str:
     """Cores and versions."""
     versions = ", ".join(f"{name} {version}" for name, version in sorted(record.versions.items()))
     left_out = "".join(f" Left out: {name}: {reason}." for name, reason in record.left_out.items())
-    return f"{record.cores} cores; {versions}.{left_out}\n"
+    return f"{record.cores} cores, {record.rounds} rounds; {versions}.{left_out}\n"
 
 
 TABLES: dict[str, Callable[[Record], str]] = {
@@ -149,8 +148,8 @@ def blocks_of(record: Record, op: str) -> list[Row]:
 
 def table(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
     """Write a table in Markdown."""
-    rows = [heads, ["---"] * len(heads), *cells]
-    return "".join(f"| {' | '.join(row)} |\n".replace("|  |", "| |") for row in rows)
+    lines = [[f" {cell} " if cell else " " for cell in row] for row in (heads, *cells)]
+    return "".join(f"|{'|'.join(line)}|\n" for line in (lines[0], ["---"] * len(heads), *lines[1:]))
 
 
 def size_text(num_bytes: object) -> str:

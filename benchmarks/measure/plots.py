@@ -65,7 +65,7 @@ def draw(record: Record, folder: Path) -> list[Path]:
 
 
 def _draw(record: Record, path: Path, panels: Sequence[tuple[str, bool, str]], key: str, unit: str) -> Path:
-    figure = Figure(figsize=(9, 3.2 * (len(panels) // 2) + 0.6), layout="constrained")
+    figure = Figure(figsize=(9, 3.2 * (len(panels) // 2) + 0.8), layout="constrained")
     axes = figure.subplots(len(panels) // 2, 2, sharey=True, squeeze=False).flat
     lines: dict[str, Any] = {}  # Any: matplotlib's artists
     for at, (op, is_batch, title) in zip(axes, panels, strict=True):
@@ -77,7 +77,7 @@ def _draw(record: Record, path: Path, panels: Sequence[tuple[str, bool, str]], k
         at.set_yscale("log")
         at.yaxis.set_major_formatter("{x:g}")
         at.set_ylabel(unit)
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=len(lines))
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=5)
     figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
     return path
 

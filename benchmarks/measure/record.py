@@ -24,6 +24,7 @@ class Record:
     """
 
     results: list[Row]
+    rounds: int
     cores: int
     versions: dict[str, str]
     left_out: dict[str, str]
@@ -50,10 +51,10 @@ class Record:
         return None
 
 
-def make_record(rows: list[Row], peers: Sequence[str], left_out: dict[str, str]) -> Record:
+def make_record(rows: list[Row], rounds: int, peers: Sequence[str], left_out: dict[str, str]) -> Record:
     """Note what the rows were measured with."""
     own = {name: importlib.metadata.version(name) for name in _OWN}
     found = {"python": platform.python_version(), **own}
     for peer in peers:
         found |= versions(peer)
-    return Record(rows, os.cpu_count() or 1, found, left_out)
+    return Record(rows, rounds, os.cpu_count() or 1, found, left_out)

@@ -77,7 +77,7 @@ ADAPTERS = {
     ),
     "redis_tuned": Adapter(
         "peers.redis_tuned",
-        "Valkey through redis-py with hiredis and reads of 1 MiB, Unix socket",
+        "Valkey through redis-py with hiredis, larger reads and kept memory, Unix socket",
         {**_REDIS, "hiredis": "hiredis"},
         _PEERS,
     ),
