@@ -213,6 +213,17 @@ def token_bytes(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
     return given.astype("<u4", copy=False).tobytes()
 
 
+def require_model(model: str) -> None:
+    """Raise InvalidRequest if text cannot be a model's name: longer than 4096 bytes, or no valid text."""
+    if not is_model(model):
+        raise InvalidRequest(f"model: must be text of at most {_FIELD_MAX_BYTES} bytes")
+
+
+def is_model(model: object) -> bool:
+    """Whether a namespace may name this as its model."""
+    return isinstance(model, str) and _fits(model)
+
+
 def _fits(text: str) -> bool:
     try:
         return len(text.encode()) <= _FIELD_MAX_BYTES

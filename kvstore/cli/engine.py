@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.config import cache_folder
 from kvstore.errors import KVStoreError
+from kvstore.log_limit import LimitedTracebacks
 from kvstore.records import MAX_TTL_S
 from kvstore.secret_source import EXPECTED, SecretSource
 
@@ -139,6 +140,7 @@ def run(args: argparse.Namespace) -> int:
     if args.store is not None and args.no_reuse:
         return _complain("engine: --store and --no-reuse exclude each other: leave one out", 2)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    LimitedTracebacks.install()
     # A store that is back is as much news as one that is away; the rest of the engine's information is not.
     logging.getLogger("kvstore_engine_adapter.store_watch").setLevel(logging.INFO)
     # A large model's first start takes minutes here: its progress is worth a line.

@@ -56,8 +56,8 @@ class HttpFace:
             lease_s=lease_s,
             server_stats=server_stats,
             gate_stats=self._doors.gate.counters.as_dict,
-            records=records or RecordStore(None),
             document=openapi_document(),
+            records=records or RecordStore(None),
         )
         self._dispatcher = Dispatcher(self._service, self._doors.gate)
         self._host_port = host_port
@@ -70,6 +70,7 @@ class HttpFace:
             full=_FULL,
             what="[http] listen",
             remedy="max_connections of [http], and ulimit -n",
+            clock=self._service.clock,
         )
         self._num_requests = 0
         self._is_idle = asyncio.Event()
@@ -129,7 +130,7 @@ class HttpFace:
         self._num_requests += 1
         self._is_idle.clear()
         try:
-            response = await self._dispatcher.answer(request)
+            response = await self._dispatcher.answer(request, guard)
             if not response.prepared:
                 name_answer(request, response)
             return response

@@ -5,12 +5,14 @@ import contextlib
 import logging
 import socket
 import ssl
+import time
 from collections.abc import Callable
 
 from kvstore.errors import InvalidConfig
 from kvstore.http.counters import HttpCounters
 from kvstore.http.guard import Guard
 from kvstore.http.limits import Limits
+from kvstore.http.newcomers import Newcomers
 from kvstore.http.protocol import MAX_HEADER_BYTES
 from kvstore.log_limit import LimitedWarning
 
@@ -19,14 +21,16 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 512
 _ACCEPT_PAUSE_S = 0.1
 _HANDSHAKE_S = 10.0
+_END_S = 1.0
 
 
 class Listener:
     """One address, on one event loop.
 
     ``protocol`` makes what a connection's bytes go to, ``tls`` the context of the next one (None: plain).
-    A connection beyond ``limits.max_connections`` gets ``full``, a whole HTTP answer, if it is plain;
-    ``remedy`` is what raises that number. What cannot be used is said of ``what``.
+    Beyond ``limits.max_connections`` one that has shown nothing yet makes way (see Newcomers). Where there is
+    none, the new one gets ``full``, a whole HTTP answer, if it is plain; ``remedy`` is what raises the number.
+    What cannot be used is said of ``what``.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class Listener:
         full: bytes,
         what: str,
         remedy: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._protocol = protocol
         self._limits = limits
@@ -49,8 +54,9 @@ class Listener:
         self._remedy = remedy
         self._socket: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
-        self._opening: set[asyncio.Task[None]] = set()
+        self._opening: dict[asyncio.Task[None], socket.socket] = {}
         self._guards: dict[object, Guard] = {}
+        self._newcomers: Newcomers[Guard] = Newcomers(clock)
         self._refusals = LimitedWarning(logger)
         self._handshakes = LimitedWarning(logger)
 
@@ -73,7 +79,7 @@ class Listener:
         logger.info("http: listening on %s", self.url)
 
     def guard_of(self, protocol: object) -> Guard:
-        """Return the guard of a connection by its protocol."""
+        """Return the guard of a connection by its protocol; tell it of requests and who may send them."""
         return self._guards[protocol]
 
     async def stop(self) -> None:
@@ -85,9 +91,10 @@ class Listener:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        for task in self._opening:
-            task.cancel()
-        await asyncio.gather(*self._opening, return_exceptions=True)
+        for sock in self._opening.values():
+            _hang_up(sock)
+        if self._opening:
+            await asyncio.wait(set(self._opening), timeout=_END_S)
 
     def abort_all(self) -> None:
         """End every connection at once."""
@@ -114,24 +121,46 @@ class Listener:
         while True:
             try:
                 sock, _ = await loop.sock_accept(listener)
-            except OSError as error:
+                if self._counters.open_connections >= self._limits.max_connections and not self._make_way():
+                    self._refuse(sock)
+                else:
+                    self._let_in(sock)
+            except (OSError, MemoryError) as error:
                 # Out of descriptors or memory: clients wait in the backlog meanwhile.
-                self._refusals.warn("http: cannot accept a connection: %s", error)
+                self._refusals.warn("http: cannot accept a connection: %s", error or "out of memory")
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            if self._counters.open_connections >= self._limits.max_connections:
-                self._refuse(sock)
-                continue
-            self._counters.connections += 1
-            self._counters.open_connections += 1
-            task = asyncio.create_task(self._open(sock))
-            self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
+            await asyncio.sleep(0)  # whoever is connected has his turn between two that come
 
-    async def _open(self, sock: socket.socket) -> None:
-        """Give an accepted socket a protocol, after its TLS handshake where there is one."""
-        guard = Guard(self._protocol(), self._limits, self._counters, on_end=self._note_end)
+    def _let_in(self, sock: socket.socket) -> None:
+        guard = Guard(
+            self._protocol(),
+            self._limits,
+            self._counters,
+            on_admitted=self._newcomers.discard,
+            on_end=self._note_end,
+        )
+        task = asyncio.create_task(self._open(sock, guard))
+        self._counters.connections += 1
+        self._counters.open_connections += 1
         self._guards[guard.inner] = guard
+        self._newcomers.add(guard, sock)
+        self._opening[task] = sock
+        task.add_done_callback(self._opening.pop)
+
+    def _make_way(self) -> bool:
+        """End a connection that has shown nothing yet; False if there is none."""
+        taken = self._newcomers.take()
+        if taken is None:
+            return False
+        guard, sock = taken
+        self._counters.ended_newcomers += 1
+        guard.abort()
+        _hang_up(sock)  # one whose handshake is under way
+        return True
+
+    async def _open(self, sock: socket.socket, guard: Guard) -> None:
+        """Give an accepted socket its protocol, after its TLS handshake where there is one."""
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: guard,
@@ -144,11 +173,15 @@ class Listener:
                 self._counters.failed_handshakes += 1
                 self._handshakes.warn("http: a TLS handshake failed: %s", error)
             sock.close()
+        except MemoryError as error:
+            self._refusals.warn("http: cannot serve a connection: %s", error or "out of memory")
+            _hang_up(sock)  # where asyncio has made something of it already, that closes it
         finally:
             if not guard.is_made:
                 self._note_end(guard)
 
     def _note_end(self, guard: Guard) -> None:
+        self._newcomers.discard(guard)
         if self._guards.pop(guard.inner, None) is not None:
             self._counters.open_connections -= 1
 
@@ -165,6 +198,12 @@ class Listener:
                 sock.shutdown(socket.SHUT_WR)
                 sock.recv(MAX_HEADER_BYTES)  # what lies unread at close makes the answer be thrown away
         sock.close()
+
+
+def _hang_up(sock: socket.socket) -> None:
+    """Let whoever waits for data see the end of the connection."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def full_answer(body: bytes) -> bytes:

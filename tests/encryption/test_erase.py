@@ -96,7 +96,7 @@ async def test_after_an_erasure_nothing_is_served_anywhere_and_others_keep_their
         await other.vault.poll()
 
         assert report.is_complete
-        assert (report.keys, dict(report.blocks)) == (1, {"dram": 8, "ssd": 8})
+        assert (report.keys, dict(report.blocks)) == (1, {"dram": 8, "ssd": 8, "remote": 8})
         assert await one.fetch(ANN, ann) == ([], MissReason.ERASED)
         assert await other.fetch(ANN, ann) == ([], MissReason.ERASED)
         assert await one.fetch(BOB, bob) == (["dram"] * 8, None)

@@ -44,7 +44,9 @@ class FaceServer:
         shutdown_s: float = 1.0,
     ) -> None:
         self.counters = face.counters
-        app = face.application(max_body_bytes=max_body_bytes, outer=[self._guarded])
+        app = face.application(
+            max_body_bytes=max_body_bytes, outer=[self._guarded], on_admitted=self._note_admitted
+        )
         # Cancellation on: a client that hangs up ends its request.
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_s
@@ -95,6 +97,9 @@ class FaceServer:
             return web.Response()
         finally:
             guard.end_request()
+
+    def _note_admitted(self, request: web.Request) -> None:
+        self._listener.guard_of(request.protocol).note_admitted()
 
     def _protocol(self) -> "_Protocol":
         server = self._runner.server
