@@ -234,14 +234,16 @@ class LocalTruth:
             if present is None:
                 return RecordLookup(None, self.local.absence(named.local_key))
             stored = await self.local.read(present)
-            if self.local.find(named.local_key) is not present:
-                continue  # another put, or a drop, came between
-            return await self._read(named, present, stored, deadline_s)
+            # The disk may be ahead: it has a put, or a drop, whose end nobody was told yet.
+            is_same = stored is not None and stored.head == present.head
+            if is_same and self.local.find(named.local_key) is present:
+                return await self._read(named, present, stored, deadline_s)
         async with self.locks.of(named.local_key):
             present = self.local.find(named.local_key)
-            if present is None:
+            stored = None if present is None else await self.local.read(present)
+            if present is None or self.local.find(named.local_key) is not present:
                 return RecordLookup(None, self.local.absence(named.local_key))
-            return await self._read(named, present, await self.local.read(present), deadline_s)
+            return await self._read(named, present, stored, deadline_s)
 
     async def _read(
         self, named: Named, present: LocalRecord, stored: StoredRecord | None, deadline_s: float
@@ -260,8 +262,7 @@ class LocalTruth:
 
     async def _discard(self, named: Named, present: LocalRecord, reason: RecordAbsence) -> RecordLookup:
         """Remove a record that cannot be read, unless another one took its place."""
-        if self.local.find(named.local_key) is present:
-            await self.local.forget([named.local_key], reason)
+        await self.local.forget_seen([present], reason)
         return RecordLookup(None, reason)
 
     async def drop(self, named: Named, *, deadline_s: float) -> bool:
@@ -358,7 +359,9 @@ async def erase_local(local: LocalRecords, codec: RecordCodec, tenant: TenantId)
     """Forget records whose key is gone on this node; returns how many, and what could not be done."""
     if not await local.ready():
         return 0, [f"records: {local.trouble}"]
-    keys = [at.key for at in local.of_tenant(tenant) if not codec.is_live((at.head, at.name))]
-    if await local.forget(keys, RecordAbsence.ERASED) is not Kept.OK:
+    dead = [at for at in local.of_tenant(tenant) if not codec.is_live((at.head, at.name))]
+    # One that is on its way may be of the old key: then it is found by the next look.
+    problems = ["records: one is being put"] if local.is_storing(tenant) else []
+    if await local.forget_seen(dead, RecordAbsence.ERASED) is not Kept.OK:
         return 0, ["records: the disk does not take the erasure now"]
-    return len(keys), []
+    return len(dead), problems
