@@ -236,9 +236,10 @@ class LocalTruth:
             return found
         async with self.locks.of(named.local_key):
             present = self.local.find(named.local_key)
-            if present is None:
+            stored = None if present is None else await self.local.read(present)
+            if present is None or self.local.find(named.local_key) is not present:
                 return RecordLookup(None, self.local.absence(named.local_key))
-            return await self._read(named, present, await self.local.read(present), deadline_s)
+            return await self._read(named, present, stored, deadline_s)
 
     async def _read_now(self, named: Named, deadline_s: float) -> RecordLookup | None:
         """Read a record while others may put it; None if that gave none.

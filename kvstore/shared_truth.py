@@ -212,7 +212,7 @@ class SharedTruth:
         if over_bytes > 0:
             oldest = self.local.oldest(over_bytes)
             self.counters["copies_evicted"] += len(oldest)
-            await self.local.forget([copy.key for copy in oldest], None)
+            await self.local.forget_seen(oldest, None)
         if await self.local.keep(named.local_key, record, ttl_s=left_s) is Kept.OK:
             self._seen_s[named.local_key] = self.clock()
         else:
@@ -224,6 +224,11 @@ class SharedTruth:
         self._seen_s.pop(key, None)
         if await self.local.ready():
             await self.local.forget([key], reason)
+
+    async def _forget_seen_copy(self, copy: LocalRecord, reason: RecordAbsence | None) -> None:
+        """As ``_forget_copy``, but not what takes the copy's place meanwhile."""
+        if await self.local.ready():
+            await self.local.forget_seen([copy], reason)
 
     def _servable(self, named: Named) -> LocalRecord | None:
         """Return a copy that may stand in for the record; None if there is none, or none fresh enough."""
@@ -337,7 +342,8 @@ class SharedTruth:
         """Keep what was read, unless a put came between."""
         try:
             async with self.locks.of(named.local_key):
-                if self.local.find(named.local_key) is seen:
+                is_storing = self.local.is_storing(named.local_key)
+                if self.local.find(named.local_key) is seen and not is_storing:
                     await self._keep(named, record, left_s)
         finally:
             self._refreshing_bytes -= record.head.stored_bytes
@@ -351,8 +357,7 @@ class SharedTruth:
         except TierUnavailable:
             return None
         if stored is None or stored.head != copy.head:
-            if self.local.find(named.local_key) is copy:
-                await self._forget_copy(named.local_key, None)
+            await self._forget_seen_copy(copy, None)
             return None
         value = await self.codec.read(named.tenant, stored, deadline_s=deadline_s)
         if isinstance(value, Unread):
@@ -496,7 +501,7 @@ class SharedTruth:
                 self._seen_s[copy.key] = self.clock()
             elif head is not None:
                 reason = RecordAbsence.DROPPED if head.is_dropped else None
-                await self._forget_copy(copy.key, reason)
+                await self._forget_seen_copy(copy, reason)
 
     async def check(self, *, sample_records: int) -> list[str]:
         """Verify the copies' bookkeeping, and a sample of them."""

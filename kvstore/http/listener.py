@@ -29,8 +29,8 @@ class Listener:
 
     ``protocol`` makes what a connection's bytes go to, ``tls`` the context of the next one (None: plain).
     Beyond ``limits.max_connections`` one that has shown nothing yet makes way (see Newcomers). Where there is
-    none, the new one gets ``full``, a whole HTTP answer, if it is plain; ``remedy`` is what raises the number.
-    What cannot be used is said of ``what``.
+    none, the new one gets ``full``, a whole HTTP answer, if it is plain; ``remedy`` raises the number. What
+    cannot be used is said of ``what``.
     """
 
     def __init__(

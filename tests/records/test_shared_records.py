@@ -184,6 +184,18 @@ async def test_what_others_dropped_or_changed_leaves_the_copies(
             await one.look(name, timeout_s=SHORT_S)
 
 
+async def test_a_token_of_zeros_is_no_mark_of_a_dropped_record(pair: tuple[Store, Store]) -> None:
+    one, other = pair
+    await one.set("n", b"1")
+    await other.remove("n")
+
+    write = await one.set("n", b"2", 0, token=bytes(16))
+
+    assert write.outcome is RecordOutcome.STORED
+    assert write.version > 0
+    assert await other.value("n") == b"2"
+
+
 async def test_what_was_read_from_redis_is_copied_too(pair: tuple[Store, Store], redis: RedisServer) -> None:
     one, other = pair
     await one.set("n", b"1")

@@ -224,7 +224,7 @@ def examine(index: Path, capacity_bytes: int) -> None:
         for database in (entries, bodies):
             with transaction.cursor(db=database) as cursor:
                 for key, value in cursor:
-                    bytes(key), bytes(value)
+                    _ = bytes(key), bytes(value)
     with env.begin(write=True) as transaction:
         transaction.put(b"\0", b"\0", db=entries)
         transaction.abort()

@@ -45,13 +45,17 @@ class Kept(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class LocalRecord:
-    """What is known of a record: all but its body, which is given only where it is not on disk."""
+    """What is known of a record: all but its body, which is given only where it is not on disk.
+
+    ``is_damaged``: it was read and counted as damaged.
+    """
 
     key: bytes
     head: RecordHead
     name: bytes
     deadline_s: float
     body: bytes | None = None
+    is_damaged: bool = False
 
     @property
     def tenant(self) -> TenantId:
@@ -99,6 +103,7 @@ class LocalRecords:
         self._by_tenant: dict[TenantId, dict[bytes, LocalRecord]] = {}
         self._used: Counter[TenantId] = Counter()
         self._deadlines: list[tuple[float, bytes]] = []
+        self._storing: Counter[bytes] = Counter()
         self._gone: OrderedDict[bytes, RecordAbsence] = OrderedDict()
         self._waiting: list[tuple[list[Change], asyncio.Future[Kept]]] = []
         self._committer: asyncio.Task[None] | None = None
@@ -238,11 +243,26 @@ class LocalRecords:
     async def keep(self, key: bytes, record: StoredRecord, *, ttl_s: float) -> Kept:
         """Store a record in place of any under that key."""
         deadline_s = self._clock() + ttl_s
-        status = await self._commit([Change(key, record)])
-        if status is Kept.OK:
-            body = None if self.is_on_disk else record.body
-            self._take(LocalRecord(key, record.head, record.name, deadline_s, body))
-        return status
+        self._storing[key] += 1
+        try:
+            status = await self._commit([Change(key, record)])
+            if status is Kept.OK:
+                body = None if self.is_on_disk else record.body
+                self._take(LocalRecord(key, record.head, record.name, deadline_s, body))
+            return status
+        finally:
+            self._storing[key] -= 1
+            if not self._storing[key]:
+                del self._storing[key]
+
+    def is_storing(self, start: bytes) -> bool:
+        """Whether a record whose key starts so is on its way: what is found is then the one before it."""
+        return start in self._storing or any(key.startswith(start) for key in self._storing)
+
+    async def forget_seen(self, records: Iterable[LocalRecord], reason: RecordAbsence | None) -> Kept:
+        """As ``forget``, but only what is still as it was seen, and is not about to be replaced."""
+        seen = [at.key for at in records if self._records.get(at.key) is at and at.key not in self._storing]
+        return await self.forget(seen, reason)
 
     async def forget(self, keys: Iterable[bytes], reason: RecordAbsence | None) -> Kept:
         """Forget records, for a reason that is remembered; None: they are not gone, only not here.
@@ -265,11 +285,15 @@ class LocalRecords:
         """Forget records whose time is over; returns how many."""
         now_s = self._clock()
         over: list[bytes] = []
+        replaced: list[bytes] = []
         while self._deadlines and self._deadlines[0][0] <= now_s and len(over) < _BATCH_CHANGES:
             _, key = heapq.heappop(self._deadlines)
             record = self._records.get(key)
             if record is not None and record.deadline_s <= now_s:
-                over.append(key)
+                # The new record of a put that is under way must not go with the old one.
+                (replaced if key in self._storing else over).append(key)
+        for key in replaced:
+            heapq.heappush(self._deadlines, (now_s, key))
         if over and await self.forget(dict.fromkeys(over), RecordAbsence.EXPIRED) is not Kept.OK:
             for key in over:
                 heapq.heappush(self._deadlines, (now_s, key))

@@ -253,7 +253,7 @@ def store_record(exchange: Exchange, names: SharedNames, request: StoreRequest, 
         ]
     )
     present = head_or_none(_bytes_or_none(data))
-    if present is not None and present.token == head.token:
+    if present is not None and not present.is_dropped and present.token == head.token:
         end.status, end.version = SharedStatus.OK, present.version
         return exchange.forget_watches()
     end.version = seen_version(present, is_sealed=head.is_sealed)
