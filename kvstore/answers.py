@@ -7,11 +7,13 @@ from typing import ClassVar, NamedTuple, Self
 
 from kvstore.errors import (
     CorruptBlock,
+    EpochEnded,
     InvalidLayout,
     InvalidRequest,
     KVStoreError,
     NamespaceNotOpen,
     ProtocolMismatch,
+    RejectedRequest,
     ServerUnavailable,
     TierFull,
     TierUnavailable,
@@ -197,24 +199,29 @@ _LENT = struct.Struct("<IQQ")
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """Answer to Reserve: slots to write into, and how many blocks of the chain need none: present already."""
+    """Answer to Reserve: slots to write into, and how many blocks of the chain need none: present already.
+
+    ``reason`` says why there is no slot for the first block that is neither.
+    """
 
     KIND: ClassVar[int] = 0x8006
     slots: tuple[LentSlot, ...]
     present: int
+    reason: MissReason | None = None
 
     def to_wire(self) -> Values:
-        """Return one record per slot, and the number of present blocks."""
-        return (b"".join([_LENT.pack(*slot) for slot in self.slots]), self.present)
+        """Return one record per slot, the number of present blocks, and the reason."""
+        records = b"".join([_LENT.pack(*slot) for slot in self.slots])
+        return (records, self.present, None if self.reason is None else self.reason.value)
 
     @classmethod
     def from_wire(cls, values: Values) -> Self:
         """Return the checked answer; positions grow."""
-        count_fields(values, 2, "lent")
+        count_fields(values, 3, "lent")
         blob = byte_string(values[0], "slots", high=MAX_KEYS * _LENT.size, step=_LENT.size)
         slots = tuple(map(LentSlot._make, _LENT.iter_unpack(blob)))
         check_positions([slot.position for slot in slots], MAX_KEYS)
-        return cls(slots, integer(values[1], 0, MAX_KEYS, "present"))
+        return cls(slots, integer(values[1], 0, MAX_KEYS, "present"), miss_reason_or_none(values[2]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +266,7 @@ class Leased:
 
     ``slots`` are those of the leading blocks, of all or fewer of the blocks that ``tiers`` counts. The lease
     (none if there are no slots) ends by itself ``lease_us`` microseconds after it was granted.
+    ``lease_reason`` says why the next block, which is in a slot too, is not leased.
     """
 
     KIND: ClassVar[int] = 0x8009
@@ -268,6 +276,7 @@ class Leased:
     slots: tuple[ReadySlot, ...]
     tiers: TierNames
     reason: MissReason | None
+    lease_reason: MissReason | None = None
 
     def to_wire(self) -> Values:
         """Return the fields, one record per slot."""
@@ -279,13 +288,14 @@ class Leased:
             self.tiers.names,
             self.tiers.indices,
             None if self.reason is None else self.reason.value,
+            None if self.lease_reason is None else self.lease_reason.value,
         )
 
     @classmethod
     def from_wire(cls, values: Values) -> Self:
         """Return the checked answer."""
-        count_fields(values, 7, "leased")
-        lease, lease_us, length, records, names, indices, reason = values
+        count_fields(values, 8, "leased")
+        lease, lease_us, length, records, names, indices, reason, lease_reason = values
         blob = byte_string(records, "slots", high=MAX_KEYS * _READY.size, step=_READY.size)
         slots = tuple([ReadySlot(*fields) for fields in _READY.iter_unpack(blob)])
         if (lease is None) != (not slots):
@@ -298,6 +308,7 @@ class Leased:
             slots,
             TierNames.from_wire(names, stored, len(stored)),
             miss_reason_or_none(reason),
+            miss_reason_or_none(lease_reason),
         )
 
 
@@ -328,6 +339,7 @@ class FailureCode(enum.Enum):
     TIER_FULL = "tier_full"
     TIER_UNAVAILABLE = "tier_unavailable"
     CORRUPT = "corrupt"
+    OTHER_EPOCH = "other_epoch"
     TIMED_OUT = "timed_out"
     STOPPING = "stopping"
     INTERNAL = "internal"
@@ -341,6 +353,7 @@ _FAILURES: tuple[tuple[type[KVStoreError], FailureCode], ...] = (
     (TierFull, FailureCode.TIER_FULL),
     (TierUnavailable, FailureCode.TIER_UNAVAILABLE),
     (CorruptBlock, FailureCode.CORRUPT),
+    (EpochEnded, FailureCode.OTHER_EPOCH),
     (TimedOut, FailureCode.TIMED_OUT),
     (ServerUnavailable, FailureCode.STOPPING),
 )
@@ -365,6 +378,8 @@ class Failed:
 
     def to_error(self) -> KVStoreError:
         """Return the error it carries; an internal one is the server's, so the store counts as away."""
+        if self.code in (FailureCode.INVALID_REQUEST, FailureCode.INVALID_LAYOUT):
+            return RejectedRequest(self.message)
         for kind, code in _FAILURES:
             if code is self.code:
                 return kind(self.message)

@@ -192,6 +192,20 @@ class ArenaView:
         self._check_range(offset, length_bytes)
         return array[offset : offset + length_bytes]
 
+    def slot_arrays(self, offsets: Sequence[int], length_bytes: int) -> list[npt.NDArray[np.uint8]]:
+        """As ``slot_array``, of several slots.
+
+        Raises:
+            InvalidRequest: a range does not lie in the slot space.
+        """
+        array = self._array
+        if array is None:
+            raise InvalidRequest("arena: the view is closed")
+        if offsets:
+            self._check_range(min(offsets), length_bytes)
+            self._check_range(max(offsets), length_bytes)
+        return [array[offset : offset + length_bytes] for offset in offsets]
+
     def generation(self, offset: int) -> int:
         """Return the generation of the slot at ``offset``: it grows when the slot is allocated or freed.
 
@@ -207,7 +221,8 @@ class ArenaView:
     def generations(self, offsets: Sequence[int]) -> list[int]:
         """Return the generation of the slot at each of several offsets, which are those of slots."""
         table, start = self._generations, self._slots_offset
-        assert table is not None, "arena: the view is closed"
+        if table is None:
+            raise InvalidRequest("arena: the view is closed")
         return [table[(offset - start) // ALIGNMENT_BYTES] for offset in offsets]
 
     def advance_generation(self, offset: int) -> int:

@@ -423,9 +423,7 @@ class AsyncKVStore(AsyncRecordMethods):
         except AWAY as error:
             if isinstance(error, ProtocolMismatch):
                 self._state.note_protocol_error()
-            if call.when_away is None:
-                raise
-            return call.when_away(error)
+            return call.not_served(error)
 
     async def _carry_out(self, call: Call[T]) -> T:
         if call.holder is None:

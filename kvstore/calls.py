@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from kvstore.arena_link import MappedArena
 from kvstore.errors import (
     CorruptBlock,
+    EpochEnded,
     InvalidLayout,
     InvalidRequest,
     KVStoreError,
@@ -65,6 +66,9 @@ WINDOW_BYTES = 128 << 20
 """Payload bytes that one request of a larger call leases or reserves, so that no call holds the arena."""
 
 _MAX_WINDOW_BLOCKS = 1024
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, InvalidLayout)
+"""What reading JSON of another form than expected raises; a number of hundreds of digits is no float."""
+
 _ANSWER_RESERVE_S = 0.002
 _MAX_REPORT_JSON = 1 << 20
 
@@ -215,8 +219,8 @@ def why_plan(session: Session, chain: PrefixChain, part: Part | None) -> Plan[li
     answer = yield from ask_for(Why(ChainRef(chain, part), server_timeout_us(session)), Report)
     try:
         return [BlockReport.from_dict(item) for item in load_list(answer.json)]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ProtocolMismatch(f"answer: a block's report is malformed: {error}") from error
+    except MALFORMED as error:
+        raise ProtocolMismatch("answer: a block's report is malformed") from error
 
 
 def advance_epoch_plan(model: str) -> Plan[int]:
@@ -232,8 +236,8 @@ def namespaces_plan() -> Plan[list[Namespace]]:
         return [
             Namespace(**{**item, "layout": KVLayout(**item["layout"])}) for item in load_list(answer.json)
         ]
-    except (KeyError, TypeError, InvalidLayout) as error:
-        raise ProtocolMismatch(f"answer: a namespace is malformed: {error}") from error
+    except MALFORMED as error:
+        raise ProtocolMismatch("answer: a namespace is malformed") from error
 
 
 def erase_plan(tenant: TenantId | None, namespace: NamespaceDigest | None) -> Plan[EraseReport]:
@@ -244,8 +248,8 @@ def erase_plan(tenant: TenantId | None, namespace: NamespaceDigest | None) -> Pl
         if not isinstance(value, dict):
             raise TypeError("not an object")
         return EraseReport.from_dict(value)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ProtocolMismatch(f"answer: the report of an erasure is malformed: {error}") from error
+    except MALFORMED as error:
+        raise ProtocolMismatch("answer: the report of an erasure is malformed") from error
 
 
 def ping_plan() -> Plan[None]:
@@ -290,6 +294,7 @@ class PutTally:
         self._blocks = blocks
         self._stored = 0
         self._present = 0
+        self._reason: MissReason | None = None
         self._is_certain = bytearray(blocks)
 
     def note_lent(self, start: int, blocks: int, lent: Lent) -> None:
@@ -299,6 +304,8 @@ class PutTally:
         after it only if there was room for every block that is missing.
         """
         self._present += lent.present
+        if lent.reason is not None:
+            self.note_reason(lent.reason)
         missing = [slot.position for slot in lent.slots]
         known = missing[-1] if missing else 0
         if len(missing) + lent.present == blocks:
@@ -314,11 +321,15 @@ class PutTally:
             for slot in written:
                 self._is_certain[start + slot.position] = 1
 
+    def note_reason(self, reason: MissReason) -> None:
+        """Note why a block was dropped; the first counts."""
+        self._reason = self._reason or reason
+
     def result(self) -> PutResult:
         """Return the result of the call."""
         doubtful = tuple([at for at, is_certain in enumerate(self._is_certain) if not is_certain])
         dropped = self._blocks - self._stored - self._present
-        return PutResult(self._stored, self._present, dropped, doubtful)
+        return PutResult(self._stored, self._present, dropped, doubtful, self._reason if dropped else None)
 
 
 def ask_for_slots(session: Session, about: ChainRef, start: int, tally: PutTally) -> Plan[Lent]:
@@ -348,7 +359,8 @@ def put_plan(
         about = ChainRef(chain if window >= len(chain) else chain[start : start + window], part)
         try:
             lent = yield from ask_for_slots(session, about, start, tally)
-        except (TierFull, TierUnavailable):
+        except (TierFull, TierUnavailable) as error:
+            tally.note_reason(miss_reason(error))
             return
         if lent.slots:
             yield from _write_and_commit(
@@ -360,7 +372,10 @@ def put_plan(
                 checksums=None if checksums is None else checksums[start:],
                 tally=tally,
             )
-        if len(lent.slots) < len(about.chain) - lent.present or session.remaining_s() <= 0:
+        if len(lent.slots) < len(about.chain) - lent.present:
+            return
+        if session.remaining_s() <= 0:
+            tally.note_reason(MissReason.TIMED_OUT)
             return
 
 
@@ -390,9 +405,21 @@ def _write_and_commit(
                 raise ProtocolMismatch("answer: more blocks stored than were committed")
             tally.note_stored(start, written, stored.count)
         unused = slots[len(written) :]
+        if unused:
+            tally.note_reason(why_unwritten(session, expected))
     finally:
         if unused:
             yield Tell(ReturnSlots(tuple([UnusedSlot(slot.offset, slot.generation) for slot in unused])))
+
+
+def why_unwritten(session: Session, expected: Sequence[int] | None) -> MissReason:
+    """Return why the writing of slots ended early.
+
+    The time was up, the lending or the connection ended, or a payload is not the ``expected`` one.
+    """
+    if session.remaining_s() <= 0:
+        return MissReason.TIMED_OUT
+    return MissReason.UNAVAILABLE if expected is None else MissReason.CORRUPT
 
 
 def miss_reason(error: KVStoreError) -> MissReason:
@@ -401,6 +428,8 @@ def miss_reason(error: KVStoreError) -> MissReason:
         return MissReason.TIMED_OUT
     if isinstance(error, TierFull):
         return MissReason.NO_ROOM
+    if isinstance(error, EpochEnded):
+        return MissReason.OTHER_EPOCH
     return MissReason.CORRUPT if isinstance(error, CorruptBlock) else MissReason.UNAVAILABLE
 
 

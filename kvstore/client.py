@@ -413,9 +413,7 @@ class KVStore(RecordMethods):
         except AWAY as error:
             if isinstance(error, ProtocolMismatch):
                 self._state.note_protocol_error()
-            if call.when_away is None:
-                raise
-            return call.when_away(error)
+            return call.not_served(error)
 
     def _carry_out(self, call: Call[T]) -> T:
         pool = self._live_pool()

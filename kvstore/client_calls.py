@@ -15,7 +15,7 @@ from kvstore import calls, holding_calls
 from kvstore.arena_link import MappedArena
 from kvstore.calls import Connection, FetchResult, Plan, PutTally, Session
 from kvstore.client_state import ClientState
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError, RejectedRequest
 from kvstore.fetch_calls import (
     BufferSource,
     FetchTally,
@@ -26,7 +26,7 @@ from kvstore.fetch_calls import (
     is_peeked,
 )
 from kvstore.holding_calls import Grant, Loan
-from kvstore.keys import KEY_BYTES, BlockKey, Namespace, NamespaceDigest, PrefixChain
+from kvstore.keys import KEY_BYTES, BlockKey, Namespace, NamespaceDigest, PrefixChain, require_model
 from kvstore.layout import Part
 from kvstore.messages import ChainRef
 from kvstore.results import BlockReport, EraseReport, PrefixMatch, PutResult
@@ -50,6 +50,7 @@ class Call(Generic[T]):
     ``at_once`` tries it on a connection that knows the namespace, without the steps of a plan, where the
     caller may be blocked; None if that does not suffice: then the plan goes on.
     ``holder``: the connection that what the call is about belongs to; over another it makes no sense.
+    ``chain``: the blocks that a call of the data path is about.
     """
 
     make_plan: Callable[[Session], Plan[T]]
@@ -59,6 +60,20 @@ class Call(Generic[T]):
     is_held: bool = False
     holder: Connection | None = None
     at_once: Callable[[Link], T | None] | None = None
+    chain: PrefixChain | None = None
+
+    def not_served(self, error: KVStoreError) -> T:
+        """Return what the call comes to when the store does not serve it; a control call raises the error.
+
+        Raises:
+            InvalidRequest: its chain names a block twice. To look for that before each call costs as much as
+                the call: it is looked for when the server says that the request is invalid.
+        """
+        if isinstance(error, RejectedRequest) and self.chain is not None:
+            self.chain.require_distinct()
+        if self.when_away is None:
+            raise error
+        return self.when_away(error)
 
     @property
     def is_control(self) -> bool:
@@ -88,6 +103,7 @@ class ClientCalls:
             self._deadline_s(timeout_s, self._state.timeouts.match_s),
             chain.namespace,
             lambda error: PrefixMatch(0, (), self._state.note_away(error)),
+            chain=chain,
         )
 
     def match_and_lease(
@@ -109,6 +125,7 @@ class ClientCalls:
             chain.namespace,
             nothing,
             is_held=True,
+            chain=chain,
         )
 
     def exists(
@@ -195,6 +212,7 @@ class ClientCalls:
             chain.namespace,
             copied_so_far,
             at_once=at_once if is_peeked(chain, length_bytes) else None,
+            chain=chain,
         )
 
     def put(
@@ -227,7 +245,7 @@ class ClientCalls:
             return tally.result()
 
         deadline_s = self._deadline_s(timeout_s, self._state.timeouts.put_s)
-        return Call(plan, deadline_s, chain.namespace, self._stored_so_far(tally))
+        return Call(plan, deadline_s, chain.namespace, self._stored_so_far(tally), chain=chain)
 
     def prefetch(self, chain: PrefixChain, *, part: Part | None, timeout_s: float | None) -> Call[int]:
         """Load stored leading blocks into the top tier."""
@@ -242,6 +260,7 @@ class ClientCalls:
             self._deadline_s(timeout_s, self._state.timeouts.fetch_s),
             chain.namespace,
             none,
+            chain=chain,
         )
 
     def lease(self, chain: PrefixChain, *, part: Part | None, timeout_s: float | None) -> Call[Grant]:
@@ -256,6 +275,7 @@ class ClientCalls:
             chain.namespace,
             lambda error: Grant(chain[:0], part, self._state.note_away(error)),
             is_held=True,
+            chain=chain,
         )
 
     def renew(self, grant: Grant, lease: int, *, timeout_s: float | None) -> Call[bool]:
@@ -303,8 +323,9 @@ class ClientCalls:
         length_bytes = self._state.length_bytes(chain, part)
 
         def nothing(error: KVStoreError) -> Loan:
-            self._state.note_away(error)
-            return Loan(chain, part, length_bytes, PutTally(len(chain)))
+            tally = PutTally(len(chain))
+            tally.note_reason(self._state.note_away(error))
+            return Loan(chain, part, length_bytes, tally)
 
         return Call(
             lambda session: holding_calls.reserve_plan(session, chain, part=part, length_bytes=length_bytes),
@@ -312,6 +333,7 @@ class ClientCalls:
             chain.namespace,
             nothing,
             is_held=True,
+            chain=chain,
         )
 
     def commit(self, loan: Loan, *, timeout_s: float | None) -> Call[PutResult]:
@@ -362,6 +384,7 @@ class ClientCalls:
     def advance_epoch(self, model: str, *, timeout_s: float | None) -> Call[int]:
         """End the present epoch of a model."""
         self._refuse_if_read_only()
+        require_model(model)
         return self._control(lambda _: calls.advance_epoch_plan(model), timeout_s)
 
     def erase_tenant(self, salt: bytes, *, timeout_s: float | None) -> Call[EraseReport]:
@@ -413,7 +436,7 @@ class ClientCalls:
 
     def _stored_so_far(self, tally: PutTally) -> Callable[[KVStoreError], PutResult]:
         def result(error: KVStoreError) -> PutResult:
-            self._state.note_away(error)
+            tally.note_reason(self._state.note_away(error))
             return tally.result()
 
         return result

@@ -1,5 +1,6 @@
 """What both clients keep besides connections: timeouts, namespaces, counters, patience with a dead server."""
 
+import logging
 import os
 import threading
 import time
@@ -9,10 +10,13 @@ from dataclasses import dataclass, replace
 from kvstore.calls import miss_reason
 from kvstore.errors import (
     CorruptBlock,
+    EpochEnded,
     InvalidConfig,
     InvalidRequest,
     KVStoreError,
+    NamespaceNotOpen,
     ProtocolMismatch,
+    RejectedRequest,
     ServerUnavailable,
     TierFull,
     TierUnavailable,
@@ -20,10 +24,24 @@ from kvstore.errors import (
 )
 from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
+from kvstore.log_limit import LimitedWarning
 from kvstore.miss import MissReason
 
-AWAY = (ServerUnavailable, ProtocolMismatch, TierFull, TierUnavailable, CorruptBlock)
-"""Failures that are results on the data path."""
+logger = logging.getLogger(__name__)
+
+AWAY = (
+    ServerUnavailable,
+    ProtocolMismatch,
+    TierFull,
+    TierUnavailable,
+    CorruptBlock,
+    EpochEnded,
+    RejectedRequest,
+    NamespaceNotOpen,
+)
+"""Failures that are results on the data path: all that a server may say. What a caller does wrong is found
+before anything is sent.
+"""
 
 _LONGEST_CALL_S = 86_400.0
 _FIRST_PAUSE_S = 0.02
@@ -60,7 +78,9 @@ class ClientStats:
     the one before; ``timeouts`` and ``unavailable`` calls that ended so; ``checksum_failures`` blocks whose
     bytes were wrong after the copy or in place; ``protocol_errors`` connections closed because of what the
     server sent; ``ended_leases`` views that were asked of a lease which had ended; ``refused`` calls of the
-    data path that the server does not allow this caller (its key is gone, say).
+    data path that the server does not allow this caller (its key is gone, say); ``rejected`` those that it
+    calls invalid, though nothing was wrong with them here: they were damaged on the way, or the two are of
+    different versions.
     """
 
     connects: int = 0
@@ -71,6 +91,7 @@ class ClientStats:
     protocol_errors: int = 0
     refused: int = 0
     ended_leases: int = 0
+    rejected: int = 0
 
 
 class ClientState:
@@ -86,6 +107,7 @@ class ClientState:
         self._lengths: dict[NamespaceDigest, tuple[int, int]] = {}  # tokens and bytes of a block
         self._stats = ClientStats()
         self._instance: bytes | None = None
+        self._rejections = LimitedWarning(logger)
         self._pause_s = 0.0
         self._closed_until_s = 0.0
 
@@ -153,6 +175,10 @@ class ClientState:
 
     def note_away(self, error: KVStoreError) -> MissReason:
         """Count a call that the server did not serve; returns the reason it is a miss for."""
+        if isinstance(error, EpochEnded):
+            return miss_reason(error)  # it is there, and says so
+        if isinstance(error, RejectedRequest):
+            self._note_rejected(error)
         with self._lock():
             at = self._stats
             if isinstance(error, TimedOut):
@@ -160,6 +186,11 @@ class ClientState:
             else:
                 self._stats = replace(at, unavailable=at.unavailable + 1)
         return miss_reason(error)
+
+    def _note_rejected(self, error: RejectedRequest) -> None:
+        with self._lock():
+            self._stats = replace(self._stats, rejected=self._stats.rejected + 1)
+        self._rejections.warn("client: the server calls a request invalid, which is a miss: %s", error)
 
     def note_corrupt(self) -> None:
         """Count a block whose bytes were wrong after the copy."""

@@ -402,7 +402,7 @@ class Config:
             raise InvalidConfig(f"{name}: larger than {size_text(_FILE_MAX_BYTES)}: not a configuration")
         try:
             tree = tomllib.loads(data.decode())
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except ValueError as error:  # no TOML, no UTF-8, or a number of thousands of digits
             raise InvalidConfig(f"{name}: not TOML: {error}") from error
         except RecursionError as error:
             raise InvalidConfig(f"{name}: not a configuration: nested too deeply") from error

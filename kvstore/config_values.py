@@ -29,6 +29,7 @@ _UNITS = {
     "GiB": 1 << 30,
     "TiB": 1 << 40,
 }
+_SHOWN_BITS = 256
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,6})?) ?([KMGT]i?B|B|)")
 _REMOTE_SCHEMES = ("redis", "rediss")
 _REMOTE_SCHEMES_OF_MANY = tuple(
@@ -112,6 +113,8 @@ def _number(value: float) -> str:
 
 
 def _shown(raw: object) -> str:
+    if isinstance(raw, int) and raw.bit_length() > _SHOWN_BITS:  # thousands of digits are never written out
+        return f"a whole number of {raw.bit_length()} bits"
     text = f'"{raw}"' if isinstance(raw, str) else repr(raw).lower() if isinstance(raw, bool) else repr(raw)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -138,10 +141,16 @@ def _read_size(rule: Rule, raw: object) -> int:
 
 
 def _read_number(rule: Rule, raw: object) -> float:
-    if isinstance(raw, bool) or not isinstance(raw, int | float) or not math.isfinite(raw):
+    if isinstance(raw, bool) or not isinstance(raw, int | float):
         raise BadValue(f"is {_shown(raw)}")
     _in_range(rule, raw, raw)
-    return float(raw)
+    try:
+        number = float(raw)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise BadValue(f"is {_shown(raw)}")
+    return number
 
 
 def _read_count(rule: Rule, raw: object) -> int:

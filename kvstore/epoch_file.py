@@ -73,7 +73,7 @@ def _read(path: Path) -> dict[str, int] | None:
         tree = json.loads(body)
         is_sound = head.decode() == f"{_MAGIC} {checksum(body):016x}"
         epochs = {str(model): int(epoch) for model, epoch in tree.items()}
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, ArithmeticError, RecursionError) as error:
         raise CorruptBlock(f"{path}: is damaged: {error}") from error
     if not is_sound:
         raise CorruptBlock(f"{path}: is damaged: its checksum does not match")

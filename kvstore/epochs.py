@@ -16,7 +16,7 @@ from kvstore.checksum import checksum
 from kvstore.directory import BlockEntry
 from kvstore.epoch_file import EpochFile
 from kvstore.errors import CorruptBlock, TierUnavailable
-from kvstore.keys import BlockKey
+from kvstore.keys import BlockKey, is_model, require_model
 from kvstore.layout import Part
 from kvstore.log_limit import LimitedWarning
 from kvstore.miss import MissReason
@@ -85,7 +85,8 @@ class EpochKeeper:
             logger.error("epochs: %s: what earlier runs stored is dropped", error)
             return False
         for model, epoch in epochs.items():
-            self._state.directory.raise_epoch(model, epoch)
+            if is_model(model):  # an earlier version took names that no namespace can have
+                self._state.directory.raise_epoch(model, epoch)
         await self._share()
         return True
 
@@ -97,9 +98,11 @@ class EpochKeeper:
         """End the model's epoch on this node now and on others as soon as they hear; return the new one.
 
         Raises:
+            InvalidRequest: no namespace can name such a model.
             TierUnavailable: it cannot be kept across a restart, or the remote tier does not take it now. It
                 has ended on this node all the same, and telling others is tried on and on.
         """
+        require_model(model)
         directory = self._state.directory
         directory.raise_epoch(model, directory.epoch(model) + 1)
         untold = await self._share()

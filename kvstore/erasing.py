@@ -187,9 +187,12 @@ class Eraser:
     async def _clear_below(self, entries: Sequence[BlockEntry], dropped: Counter[str]) -> None:
         state = self._state
         for tier in state.lower:
-            for entry in entries:
-                if tier.is_shared:
-                    state.forget_belief(entry.name, tier.name)
+            # Nobody lists a shared tier; these are the copies that this node knows to be there.
+            believed = [entry for entry in entries if entry.name in state.beliefs.get(tier.name, ())]
+            for entry in believed:
+                state.forget_belief(entry.name, tier.name)
+            if believed:
+                dropped[tier.name] += len(believed)
             going = [entry for entry in entries if entry.is_ready(tier.name) and not entry.holds]
             if going:
                 await self._space.drop_copies(tier, going, MissReason.ERASED)

@@ -25,6 +25,12 @@ class NamespaceNotOpen(InvalidRequest):
     """The store does not know the namespace, or has forgotten it because it was empty: open it (again)."""
 
 
+class RejectedRequest(InvalidRequest):
+    """The server calls a request invalid that its client found right: it was damaged on the way, or the two
+    are of different versions. Calls of the data path do not raise it: it is a miss.
+    """
+
+
 class Unauthorized(KVStoreError):
     """The server wants an API key, and there is none, or one that it does not know."""
 
@@ -51,6 +57,10 @@ class TierUnavailable(KVStoreError):
 
 class CorruptBlock(KVStoreError):
     """Stored bytes do not agree with their header, key, layout, length or checksum."""
+
+
+class EpochEnded(KVStoreError):
+    """The namespace's epoch has ended: nothing of it is stored or served. On the data path a result."""
 
 
 class ServerUnavailable(KVStoreError):

@@ -108,11 +108,15 @@ def fetch_at_once(
         return None
     slots, count = answer.slots, len(answer.slots)
     _check_peeked(answer, about, length_bytes)
-    first_look_s = time.monotonic() + _LOOK_S
+    next_look_s = time.monotonic() + _LOOK_S
 
     def is_over() -> bool:
+        nonlocal next_look_s
         now_s = time.monotonic()
-        return now_s >= deadline_s or (now_s >= first_look_s and link.is_lost)
+        if now_s < next_look_s:
+            return now_s >= deadline_s
+        next_look_s = now_s + _LOOK_S
+        return now_s >= deadline_s or link.is_lost
 
     good, end = read_slots(link.arena.reading, slots, buffers(0, count), is_over)
     if end is ReadEnd.STALE or end is ReadEnd.DAMAGED:

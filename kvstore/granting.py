@@ -74,8 +74,11 @@ class Granter:
 
     def leading_on_top(
         self, owner: Owner, shelf: Shelf, chain: PrefixChain
-    ) -> tuple[tuple[FetchedBlock, ...], LeaseId | None]:
-        """Lease the leading blocks of a chain that are READY in the top tier now; it is no use of them."""
+    ) -> tuple[tuple[FetchedBlock, ...], LeaseId | None, MissReason | None]:
+        """Lease the leading blocks of a chain that are READY in the top tier now; it is no use of them.
+
+        Returns them, their lease, and why no more of those that are there are leased.
+        """
         state = self._state
         top = state.top.name
         entries: list[BlockEntry] = []
@@ -84,11 +87,24 @@ class Granter:
             if entry is None or entry.fastest != top:
                 break
             entries.append(entry)
-        if not state.leases.is_live(owner):
-            entries = []
-        entries = entries[: self._within_pin_budget(entries)]
+        reason = None
+        if entries and not state.leases.is_live(owner):
+            entries, reason = [], MissReason.UNAVAILABLE
+        within = self._within_pin_budget(entries)
+        if within < len(entries):
+            entries, reason = entries[:within], MissReason.QUOTA
         lease = self._grant(owner, entries)
-        return tuple([self._block(entry, top) for entry in entries]), lease
+        return tuple([self._block(entry, top) for entry in entries]), lease, reason
+
+    def lease_leading(self, owner: Owner, shelf: Shelf, chain: PrefixChain) -> Fetched:
+        """As ``leading_on_top``, but a use of what was found, and counted as a fetch of that."""
+        blocks, lease, _ = self.leading_on_top(owner, shelf, chain)
+        if not blocks:
+            return Fetched((), None, None)
+        entries = [shelf.entries[key] for key in chain.keys[: len(blocks)]]
+        self._note_use(entries)
+        self._state.counters.fetch.count_hits(len(entries), self._state.top.name)
+        return Fetched(blocks, lease, None)
 
     def renew(self, lease: LeaseId, owner: Owner) -> float:
         """Have a lease last its full time from now; returns the seconds, 0.0 if there is no such lease."""

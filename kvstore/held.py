@@ -63,7 +63,10 @@ class HeldBlocks:
 
     @property
     def reason(self) -> MissReason | None:
-        """Why not every block of the chain that was asked for is stored; None when every one is."""
+        """Why no more blocks are leased: the next one is not stored, or (over HTTP: ``quota``) may not be.
+
+        None when every block of the chain is stored.
+        """
         return self._grant.reason
 
     @property

@@ -19,7 +19,9 @@ from kvstore.calls import (
     ask_for,
     ask_for_slots,
     check_keys,
+    miss_reason,
     server_timeout_us,
+    why_unwritten,
 )
 from kvstore.errors import InvalidRequest, ProtocolMismatch, TierFull, TierUnavailable
 from kvstore.in_place import are_current, require_slots, sum_slots, verify_slots
@@ -138,7 +140,7 @@ def _grant(session: Session, about: ChainRef, answer: Leased, *, length_bytes: i
     if answer.slots and answer.length_bytes != length_bytes:
         raise ProtocolMismatch(f"answer: blocks of {answer.length_bytes} bytes, expected {length_bytes}")
     leased = len(answer.slots)
-    grant = Grant(about.chain[:leased], about.part, answer.reason)
+    grant = Grant(about.chain[:leased], about.part, answer.lease_reason or answer.reason)
     if answer.lease is not None:
         grant.lease, grant.length_bytes, grant.slots = answer.lease, length_bytes, answer.slots
         grant.tiers = answer.tiers.expand()[:leased]
@@ -187,7 +189,8 @@ def reserve_plan(session: Session, chain: PrefixChain, *, part: Part | None, len
     arena = session.writing_arena()
     try:
         lent = yield from ask_for_slots(session, ChainRef(chain, part), 0, loan.tally)
-    except (TierFull, TierUnavailable):
+    except (TierFull, TierUnavailable) as error:
+        loan.tally.note_reason(miss_reason(error))
         return loan
     require_slots(arena, [slot.offset for slot in lent.slots], length_bytes)
     loan.slots, loan.arena, loan.connection = lent.slots, arena, session.connection
@@ -212,6 +215,8 @@ def commit_plan(session: Session, loan: Loan) -> Plan[PutResult]:
                 raise ProtocolMismatch("answer: more blocks stored than were committed")
             loan.tally.note_stored(0, written, stored.count)
         unused = slots[len(written) :]
+        if unused:
+            loan.tally.note_reason(why_unwritten(session, None))
     finally:
         if unused:
             yield Tell(return_of(unused))

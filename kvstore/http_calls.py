@@ -5,21 +5,21 @@ answer that is not of the documented form raises ProtocolMismatch.
 """
 
 import json
-import math
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from kvstore.calls import FetchResult
+from kvstore.calls import MALFORMED, FetchResult
 from kvstore.checksum import checksum
-from kvstore.errors import InvalidLayout, InvalidRequest, ProtocolMismatch
+from kvstore.errors import InvalidRequest, ProtocolMismatch
 from kvstore.fetch_calls import BufferSource
 from kvstore.holding_calls import Grant
 from kvstore.http_link import HttpAnswer, HttpRequest, Piece, json_object
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import KVLayout, Part
+from kvstore.message_fields import U64
 from kvstore.miss import MissReason
 from kvstore.results import BlockReport, EraseReport, PrefixMatch, PutResult
 from kvstore.transfer import Bytes
@@ -33,6 +33,10 @@ _MAX_TIMEOUT_S = 60.0
 _PAYLOAD_TYPE = {"Content-Type": "application/octet-stream"}
 
 
+class UnknownLease(InvalidRequest):
+    """The server does not know the lease: it has ended, or never was this caller's."""
+
+
 class _NoArena:
     """What a lease over HTTP has in place of shared memory: nothing of it can be looked at."""
 
@@ -44,7 +48,15 @@ class _NoArena:
         """Refuse."""
         raise InvalidRequest("lease: over HTTP there is no shared memory")
 
+    def slot_arrays(self, offsets: Sequence[int], length_bytes: int) -> list[Bytes]:
+        """Refuse."""
+        raise InvalidRequest("lease: over HTTP there is no shared memory")
+
     def generation(self, offset: int) -> int:
+        """Refuse."""
+        raise InvalidRequest("lease: over HTTP there is no shared memory")
+
+    def generations(self, offsets: Sequence[int]) -> list[int]:
         """Refuse."""
         raise InvalidRequest("lease: over HTTP there is no shared memory")
 
@@ -107,7 +119,7 @@ def opened_namespace(asked: Namespace, answer: HttpAnswer) -> Namespace:
             },
             tenant_salt=salt,
         )
-    except (ValueError, InvalidLayout) as error:
+    except MALFORMED as error:
         raise ProtocolMismatch("http: the salt of a namespace is malformed") from error
     if opened.digest.hex() != told.get("namespace"):
         raise ProtocolMismatch("http: the server opened another namespace than was asked for")
@@ -135,16 +147,16 @@ def read_leased_match(
     """
     told = answer.json()
     found = _match(chain, told)
-    name = told.get("lease")
+    name, reason = told.get("lease"), read_reason(told, "lease_reason") or found.reason
     if name is None:
-        return found, Grant(chain[:0], part, found.reason)
+        return found, Grant(chain[:0], part, reason)
     leased, lease_s = _count(told, "leased"), _seconds(told, "lease_s")
     if not isinstance(name, str) or not _LEASE_NAME.fullmatch(name) or leased > found.blocks:
         raise ProtocolMismatch("http: a lease is malformed")
     return found, Grant(
         chain[:leased],
         part,
-        found.reason,
+        reason,
         lease=int(name, 16),
         tiers=found.tiers[:leased],
         deadline_s=now_s + lease_s,
@@ -162,13 +174,13 @@ def unless_ended(ask: Callable[[], T], otherwise: T) -> T:
     """Ask something of a lease; returns ``otherwise`` if the server does not know it any more."""
     try:
         return ask()
-    except InvalidRequest:
+    except UnknownLease:
         return otherwise
 
 
-def read_reason(told: Mapping[str, Any]) -> MissReason | None:  # Any: JSON
+def read_reason(told: Mapping[str, Any], name: str = "reason") -> MissReason | None:  # Any: JSON
     """Return the reason that an answer gives."""
-    word = told.get("reason")
+    word = told.get(name)
     try:
         return None if word is None else MissReason(word)
     except ValueError as error:
@@ -184,7 +196,7 @@ def read_erasure(answer: HttpAnswer) -> EraseReport:
     """Read what an erasure came to."""
     try:
         return EraseReport.from_dict(answer.json())
-    except (KeyError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise ProtocolMismatch("http: the report of an erasure is malformed") from error
 
 
@@ -224,7 +236,7 @@ def read_reports(answer: HttpAnswer) -> list[BlockReport]:
     """Return the reports on blocks."""
     try:
         return [BlockReport.from_dict(item) for item in _list(answer.json(), "blocks")]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except MALFORMED as error:
         raise ProtocolMismatch("http: a block's report is malformed") from error
 
 
@@ -235,7 +247,7 @@ def read_namespaces(answer: HttpAnswer) -> list[Namespace]:
             Namespace(**{**item, "layout": KVLayout(**item["layout"])})
             for item in _list(answer.json(), "namespaces")
         ]
-    except (KeyError, TypeError, InvalidLayout) as error:
+    except MALFORMED as error:
         raise ProtocolMismatch("http: a namespace is malformed") from error
 
 
@@ -296,7 +308,7 @@ def read_put(count: int) -> Callable[[HttpAnswer], PutResult]:
         )
         if stored + present + dropped != count or not are_places:
             raise ProtocolMismatch(f"http: what became of {count} blocks does not add up")
-        return PutResult(stored, present, dropped, tuple(sorted(set(doubtful))))
+        return PutResult(stored, present, dropped, tuple(sorted(set(doubtful))), read_reason(told))
 
     return read
 
@@ -347,6 +359,7 @@ class Putting:
         self._stored = 0
         self._present = 0
         self._doubtful: list[int] = []
+        self._reason: MissReason | None = None
         self.num_known = 0
         self.has_dropped = False
 
@@ -362,11 +375,19 @@ class Putting:
         self._stored += result.stored
         self._present += result.present
         self.has_dropped = result.dropped > 0
+        if result.reason is not None:
+            self.note_reason(result.reason)
+
+    def note_reason(self, reason: MissReason) -> None:
+        """Note why a block was dropped; the first counts."""
+        self._reason = self._reason or reason
 
     def result(self) -> PutResult:
         """Return the result of the call."""
         doubtful = (*self._doubtful, *range(self.num_known, self._blocks))
-        return PutResult(self._stored, self._present, self._blocks - self._stored - self._present, doubtful)
+        dropped = self._blocks - self._stored - self._present
+        reason = self._reason if dropped else None
+        return PutResult(self._stored, self._present, dropped, doubtful, reason)
 
 
 def sums_until_wrong(payloads: Sequence[Bytes], expected: Sequence[int] | None) -> list[int]:
@@ -400,14 +421,15 @@ def _text(told: Mapping[str, Any], name: str) -> str:  # Any: JSON
 
 def _count(told: Mapping[str, Any], name: str) -> int:  # Any: JSON
     value = told.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= U64:
         raise ProtocolMismatch(f"http: {name} is no count")
     return value
 
 
 def _seconds(told: Mapping[str, Any], name: str) -> float:  # Any: JSON
     value = told.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+    # An integer may have hundreds of digits, and then it is no float.
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= U64:
         raise ProtocolMismatch(f"http: {name} is no duration")
     return float(value)
 

@@ -19,7 +19,7 @@ from kvstore.async_client import AsyncKVStore
 from kvstore.client import KVStore
 from kvstore.client_calls import Call, ClientCalls
 from kvstore.client_state import AWAY, ClientState, Timeouts
-from kvstore.errors import Forbidden, InvalidConfig, ServerUnavailable, TimedOut, Unauthorized
+from kvstore.errors import Forbidden, InvalidConfig, KVStoreError, ServerUnavailable, TimedOut, Unauthorized
 from kvstore.http_client_calls import HttpCall, HttpClientCalls
 from kvstore.http_link import client_context
 from kvstore.http_record_calls import HttpRecordCalls
@@ -52,18 +52,22 @@ class _HttpCaller:
             raise error
         return call.when_away(error)
 
-    def run(self, call: Call[T]) -> T:
-        """Carry a call out; what it comes to when the store does not serve it is the call's affair."""
+    def run(self, call: Call[T], *, is_cancelled: Callable[[], bool] = lambda: False) -> T:
+        """Carry a call out; what it comes to when the store does not serve it is the call's affair.
+
+        One whose caller has given it up comes to nothing, and is not counted as one that was not served.
+        """
         when_away = call.when_away
         session = HttpSession(self._transport, self._state, call.deadline_s, is_control=call.is_control)
         assert isinstance(call, HttpCall), "a call for a socket"
         work: Callable[[HttpSession], T] = call.work
+        not_served: Callable[[KVStoreError], T] = call.not_served
         try:
             return work(session)
         except AWAY as error:
-            if when_away is None:
+            if is_cancelled():
                 raise
-            return when_away(error)
+            return not_served(error)
         except (Unauthorized, Forbidden) as error:
             if when_away is None:
                 raise
@@ -162,16 +166,18 @@ class AsyncHttpKVStore(AsyncKVStore):
         """Carry a call out on a thread; cancelled, it returns when that thread has ended."""
         thread_ids: list[int] = []
         still_ours = threading.Lock()
+        is_cancelled = threading.Event()
 
         def work() -> T:
             thread_ids.append(threading.get_ident())
             try:
-                return self._caller.run(call)
+                return self._caller.run(call, is_cancelled=is_cancelled.is_set)
             finally:
                 with still_ours:
                     thread_ids.clear()
 
         def abandon() -> None:
+            is_cancelled.set()
             with still_ours:  # the thread takes on no other call meanwhile
                 for thread_id in thread_ids:
                     self._transport.abandon(thread_id)

@@ -17,7 +17,7 @@ from kvstore.holding_calls import Grant, Loan
 from kvstore.http_calls import Fetching, Putting
 from kvstore.http_link import HttpAnswer, HttpRequest
 from kvstore.http_session import HttpSession
-from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
+from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain, require_model
 from kvstore.layout import Part
 from kvstore.miss import MissReason
 from kvstore.results import BlockReport, EraseReport, PrefixMatch, PutResult
@@ -144,7 +144,7 @@ class HttpClientCalls(ClientCalls):
         putting = Putting(len(chain))
 
         def stored_so_far(error: KVStoreError) -> PutResult:
-            self._state.note_away(error)
+            putting.note_reason(self._state.note_away(error))
             return putting.result()
 
         def work(session: HttpSession) -> PutResult:
@@ -157,6 +157,7 @@ class HttpClientCalls(ClientCalls):
         return HttpCall(
             deadline_s=self._deadline_s(timeout_s, self._state.timeouts.put_s),
             namespace=chain.namespace,
+            chain=chain,
             when_away=stored_so_far,
             work=work,
         )
@@ -210,12 +211,15 @@ class HttpClientCalls(ClientCalls):
     def release(self, grant: Grant, lease: int) -> HttpCall[None]:
         """End a lease."""
 
+        def untold(error: KVStoreError) -> None:
+            self._state.note_away(error)
+
         def released(session: HttpSession) -> None:
             session.ask(HttpRequest("DELETE", http_calls.lease_path(lease)), HttpAnswer.json)
 
         return HttpCall(
             deadline_s=self._deadline_s(None, self._state.timeouts.match_s),
-            when_away=lambda _: None,
+            when_away=untold,
             work=lambda session: http_calls.unless_ended(lambda: released(session), None),
         )
 
@@ -252,6 +256,7 @@ class HttpClientCalls(ClientCalls):
     def advance_epoch(self, model: str, *, timeout_s: float | None) -> HttpCall[int]:
         """End the present epoch of a model."""
         self._refuse_if_read_only()
+        require_model(model)
         request = HttpRequest.of_json("POST", "/v1/admin/epoch", {"model": model})
         return self._whole(request, http_calls.read_count("epoch"), timeout_s)
 
@@ -332,6 +337,7 @@ class HttpClientCalls(ClientCalls):
         return HttpCall(
             deadline_s=self._deadline_s(timeout_s, self._state.timeouts.fetch_s),
             namespace=chain.namespace,
+            chain=chain,
             when_away=received_so_far,
             work=work,
         )
@@ -348,6 +354,7 @@ class HttpClientCalls(ClientCalls):
         return HttpCall(
             deadline_s=deadline_s,
             namespace=chain.namespace,
+            chain=chain,
             when_away=when_away,
             work=lambda session: session.about(
                 chain.namespace, lambda: session.ask_timed("POST", path, values, take)
@@ -406,7 +413,12 @@ class _Sending:
             sums = http_calls.sums_until_wrong(self._payloads[start:stop], expected)
             if sums:
                 putting.note(self._send(start, sums), len(sums))
-            if len(sums) < stop - start or putting.has_dropped or self._session.remaining_s() <= 0:
+            if len(sums) < stop - start:
+                putting.note_reason(MissReason.CORRUPT)  # a payload is not the one that its caller means
+            if len(sums) < stop - start or putting.has_dropped:
+                return
+            if self._session.remaining_s() <= 0:
+                putting.note_reason(MissReason.TIMED_OUT)
                 return
 
     def _send(self, start: int, sums: Sequence[int]) -> PutResult:

@@ -18,10 +18,12 @@ from kvstore.errors import (
     KVStoreError,
     NamespaceNotOpen,
     ProtocolMismatch,
+    RejectedRequest,
     ServerUnavailable,
     TimedOut,
     Unauthorized,
 )
+from kvstore.http_calls import UnknownLease
 from kvstore.http_link import HostLookup, HttpAnswer, HttpLink, HttpRequest, json_object, mapped_errors
 from kvstore.server_address import HttpAddress
 
@@ -33,9 +35,9 @@ MAX_LINKS = 16
 _ERROR_MAX_BYTES = 64 << 10
 _MESSAGE_MAX = 500
 _ERRORS: Mapping[str, type[KVStoreError]] = {
-    "bad_request": InvalidRequest,
-    "too_large": InvalidRequest,
-    "unknown_lease": InvalidRequest,
+    "bad_request": RejectedRequest,
+    "too_large": RejectedRequest,
+    "unknown_lease": UnknownLease,
     "checksum_mismatch": CorruptBlock,
     "unauthorized": Unauthorized,
     "forbidden": Forbidden,
@@ -89,8 +91,9 @@ class HttpTransport:
 
         Raises:
             ServerUnavailable, TimedOut, ProtocolMismatch: no answer, or none that can be read.
-            Unauthorized, Forbidden, NamespaceNotOpen, InvalidRequest, CorruptBlock: what the server says.
-            InvalidRequest: also if the client is closed.
+            Unauthorized, Forbidden, NamespaceNotOpen, RejectedRequest, UnknownLease, CorruptBlock: what the
+                server says.
+            InvalidRequest: the client is closed.
         """
         self._follow_fork()
         link = self._take_link(deadline_s, is_control=is_control)
@@ -108,7 +111,8 @@ class HttpTransport:
             with mapped_errors(self._address):
                 if answer.is_error and answer.status not in request.accepted_statuses:
                     error = error_of(answer.status, answer.rest(_ERROR_MAX_BYTES))
-                    is_reusable = answer.finish()
+                    # A connection that damages what is sent is given up.
+                    is_reusable = answer.finish() and not isinstance(error, RejectedRequest)
                     raise error
                 value = take(answer)
                 is_reusable = answer.finish()

@@ -46,8 +46,12 @@ logger = logging.getLogger(__name__)
 _SWEEP_S = 0.25
 """How often expired leases are looked for when no call does it."""
 
+_LAST_MOVES_S = 1.0
+"""How long at least ``close`` waits for moves under way before it leaves them to their tier, which abandons
+them: what draining left of its time, if that is more."""
+
 _CLOSE_S = 5.0
-"""How long ``close`` waits for moves under way before it leaves them to their tier, which abandons them."""
+"""How long ``close`` waits for a tier to close before it leaves that to itself."""
 
 
 class BlockManager:
@@ -138,21 +142,25 @@ class BlockManager:
     async def _close(self, drain_s: float) -> None:
         if not self._maintenance:
             return
+        now_s = asyncio.get_running_loop().time
+        until_s = now_s() + drain_s
         await self.drain(timeout_s=drain_s)
         for task in self._maintenance:
             task.cancel()
         await asyncio.gather(*self._maintenance, return_exceptions=True)
-        await self._mover.stop(patience_s=_CLOSE_S)
-        if not await self._loader.stop(timeout_s=_CLOSE_S):
-            logger.warning("closing: loads have not ended after %g s: abandoned", _CLOSE_S)
+        # All wait for the same medium, if for any: one after the other they would wait for it several times.
+        patience_s = max(_LAST_MOVES_S, until_s - now_s())
+        _, has_loaded = await asyncio.gather(
+            self._mover.stop(patience_s=patience_s), self._loader.stop(timeout_s=patience_s)
+        )
+        if not has_loaded:
+            logger.warning("closing: loads have not ended after %.1f s: abandoned", patience_s)
         await self._uses.tell()
         if self._eraser is not None:
-            await asyncio.wait([asyncio.ensure_future(self._eraser.close())], timeout=_CLOSE_S)
-        for tier in reversed(self._state.all_tiers()):
-            closing = asyncio.ensure_future(tier.close())
-            await asyncio.wait([closing], timeout=_CLOSE_S)
-            if not closing.done():
-                logger.warning("%s: has not closed after %g s: abandoned", tier.name, _CLOSE_S)
+            patience_s = max(_LAST_MOVES_S, until_s - now_s())
+            await asyncio.wait([asyncio.ensure_future(self._eraser.close())], timeout=patience_s)
+        await _close_all(self._state.lower)
+        await _close_all([self._state.top])
 
     def open_namespace(self, namespace: Namespace, *, owner: Owner | None = None) -> NamespaceDigest:
         """Make a namespace known; needed before its chains are used. Idempotent. Returns its digest.
@@ -201,8 +209,7 @@ class BlockManager:
         """
         found = await self.match(chain, part=part, timeout_s=timeout_s)
         shelf = self._state.directory.shelf(chain.namespace, part)
-        blocks, lease = self._granter.leading_on_top(owner, shelf, chain[: found.blocks])
-        return MatchedLease(found, blocks, lease)
+        return MatchedLease(found, *self._granter.leading_on_top(owner, shelf, chain[: found.blocks]))
 
     async def exists(
         self,
@@ -248,6 +255,14 @@ class BlockManager:
             InvalidRequest: the namespace is not open.
         """
         return self._fetcher.fetch_at_once(chain, owner=owner, part=part)
+
+    def fetch_leading_at_once(self, chain: PrefixChain, *, owner: Owner, part: Part | None = None) -> Fetched:
+        """Lease the leading blocks of a chain that are READY in the top tier now, however few; ask nobody.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        return self._fetcher.fetch_leading_at_once(chain, owner=owner, part=part)
 
     def peek_at_once(self, chain: PrefixChain, *, part: Part | None = None) -> ReadyCopies | None:
         """Find a chain that is READY in the top tier as a whole, leasing nothing; None if it is not.
@@ -305,6 +320,18 @@ class BlockManager:
         """
         return await self._putter.reserve_unnamed(count, length_bytes, owner=owner, timeout_s=timeout_s)
 
+    def reserve_unnamed_at_once(
+        self, count: int, length_bytes: int, *, owner: Owner, is_pressing: bool = False
+    ) -> list[Slot] | None:
+        """As ``reserve_unnamed``, but None where it would have to wait for blocks to be written below.
+
+        If it ``is_pressing``, blocks leave that are stored nowhere else.
+
+        Raises:
+            InvalidRequest: the owner has ended.
+        """
+        return self._putter.reserve_unnamed_at_once(count, length_bytes, owner=owner, is_pressing=is_pressing)
+
     def commit(
         self,
         chain: PrefixChain,
@@ -317,8 +344,9 @@ class BlockManager:
         """Publish written slots as the blocks of ``chain``, one slot per block: READY from now on.
 
         True: the slot holds the stored block, which the owner leases until ``return_slots`` or
-        ``release_owner``. False: the block was stored already, or the slot is not lent to this owner any
-        more; a slot that is lent stays so. ``checksums`` None (vram): taken when the block first leaves.
+        ``release_owner``. False: the block was stored already, its epoch has ended, or the slot is not lent
+        to this owner any more; a slot that is lent stays so. ``checksums`` None (vram): taken when the block
+        first leaves.
 
         Raises:
             InvalidRequest: the namespace is not open, lengths differ, or a slot is too small for the block.
@@ -365,6 +393,11 @@ class BlockManager:
         return self._state.leases.has_anything(owner)
 
     @property
+    def num_kept_slots(self) -> int:
+        """Slots of the top tier that leases and lending keep: no eviction gets them."""
+        return self._state.leases.num_kept
+
+    @property
     def lease_s(self) -> float:
         """Seconds that a lease lasts which is neither renewed nor released."""
         return self._state.settings.lease_s
@@ -402,6 +435,7 @@ class BlockManager:
         On this node at once; on nodes that share a remote tier within a quarter second while it answers.
 
         Raises:
+            InvalidRequest: no namespace can name such a model.
             TierUnavailable: the new epoch cannot be kept across a restart.
         """
         return await self._epochs.advance(model)
@@ -426,6 +460,11 @@ class BlockManager:
     def epoch(self, model: str) -> int:
         """Return the model's epoch: namespaces of an earlier one are not served."""
         return self._state.directory.epoch(model)
+
+    def has_ended(self, namespace: NamespaceDigest) -> bool:
+        """Whether the epoch of a namespace has ended: nothing of it is stored or served."""
+        known = self._state.directory.namespace(namespace)
+        return known is not None and known.epoch < self.epoch(known.model)
 
     def namespace(self, digest: NamespaceDigest) -> Namespace | None:
         """Return an open namespace, None if there is none of that digest."""
@@ -542,3 +581,13 @@ class BlockManager:
         entries, num_overdue = self._state.leases.expire(self._state.clock())
         self._state.counters.leases["expired"] += len(entries) + num_overdue
         self._take_effect(entries, ())
+
+
+async def _close_all(tiers: Sequence[SlotTier | Tier]) -> None:
+    """Close tiers at the same time, and leave those to themselves that take too long."""
+    closing = {asyncio.ensure_future(tier.close()): tier for tier in tiers}
+    if not closing:
+        return
+    _, late = await asyncio.wait(closing, timeout=_CLOSE_S)
+    for task in late:
+        logger.warning("%s: has not closed after %g s: abandoned", closing[task].name, _CLOSE_S)

@@ -68,7 +68,9 @@ class Putter:
         shelf = self._state.directory.shelf(chain.namespace, part)
         if shelf.is_stale or self.is_draining:
             self._state.counters.puts["dropped"] += len(chain)
-            return Reserved((), 0)
+            return Reserved(
+                (), 0, reason=MissReason.OTHER_EPOCH if shelf.is_stale else MissReason.UNAVAILABLE
+            )
         missing = self._missing(shelf, chain)
         if missing and not self._space.has_room_now(shelf.length_bytes, len(missing)):
             return None
@@ -87,9 +89,11 @@ class Putter:
         """Lend slots for ``within`` of the missing blocks, as many as there are; the rest was dropped."""
         state, present = self._state, len(chain) - len(missing)
         if not missing or not state.leases.is_live(owner):
-            return Reserved((), present)
+            return Reserved((), present, reason=MissReason.UNAVAILABLE if missing else None)
         slots = state.take_slots(shelf.length_bytes, within)
+        reason = None
         if len(slots) < len(missing):
+            reason = MissReason.NO_ROOM if len(slots) < within else MissReason.QUOTA
             state.counters.puts["dropped"] += len(missing) - len(slots)
             state.counters.puts["over_quota"] += len(missing) - within
             self._remember_dropped(
@@ -97,7 +101,7 @@ class Putter:
             )
         self._lend(owner, slots, shelf.length_bytes)
         lent = tuple(map(ReservedSlot, missing, slots, state.top.generations(slots)))
-        return Reserved(lent, present, shelf.length_bytes)
+        return Reserved(lent, present, shelf.length_bytes, reason)
 
     async def reserve_unnamed(
         self, count: int, length_bytes: int, *, owner: Owner, timeout_s: float | None = None
@@ -111,6 +115,24 @@ class Putter:
         state = self._state
         deadline_s = state.deadline_s(timeout_s)
         await self._space.make_room_on_top(length_bytes, count, deadline_s=deadline_s)
+        return self._lend_unnamed(count, length_bytes, owner)
+
+    def reserve_unnamed_at_once(
+        self, count: int, length_bytes: int, *, owner: Owner, is_pressing: bool = False
+    ) -> list[Slot] | None:
+        """As ``reserve_unnamed``, but None where it would have to wait.
+
+        If it ``is_pressing``, blocks leave that are stored nowhere else.
+
+        Raises:
+            InvalidRequest: the owner has ended.
+        """
+        if not self._space.make_room_at_once(length_bytes, count, is_pressing=is_pressing):
+            return None
+        return self._lend_unnamed(count, length_bytes, owner)
+
+    def _lend_unnamed(self, count: int, length_bytes: int, owner: Owner) -> list[Slot]:
+        state = self._state
         if not state.leases.is_live(owner):
             raise InvalidRequest(f"owner {owner} has ended")
         if not state.top.has_room(length_bytes, count):
@@ -134,8 +156,9 @@ class Putter:
         """Publish written slots as the blocks of ``chain``, one slot per block: READY from now on.
 
         True: the slot holds the stored block, which the owner leases until ``return_slots`` or
-        ``release_owner``. False: the block was stored already, or the slot is not lent to this owner any
-        more; a slot that is lent stays so. ``checksums`` None (vram): taken when the block first leaves.
+        ``release_owner``. False: the block was stored already, its epoch has ended, or the slot is not lent
+        to this owner any more; a slot that is lent stays so. ``checksums`` None (vram): taken when the block
+        first leaves.
 
         Raises:
             InvalidRequest: the namespace is not open, lengths differ, or a slot is too small for the block.
@@ -156,15 +179,18 @@ class Putter:
             if is_new:
                 published.append(entry)
             parent = key
-        self._note_stored(published, num_others=len(chain) - len(published))
+        self._note_stored(shelf, published, num_others=len(chain) - len(published))
         return results
 
-    def _note_stored(self, entries: Sequence[BlockEntry], *, num_others: int) -> None:
-        """Take note of blocks of one chain that were published; others of it were stored already."""
+    def _note_stored(self, shelf: Shelf, entries: Sequence[BlockEntry], *, num_others: int) -> None:
+        """Take note of blocks of one chain that were published; others of it were stored already.
+
+        Of an epoch that has ended none is stored.
+        """
         state = self._state
         state.publish_top(entries)
         state.counters.puts["stored"] += len(entries)
-        state.counters.puts["duplicate"] += num_others
+        state.counters.puts["dropped" if shelf.is_stale else "duplicate"] += num_others
         if state.settings.write_mode is WriteMode.THROUGH:
             self._mover.write_through(entries, is_new=True)
         self._note_fill()
@@ -190,6 +216,7 @@ class Putter:
         self._refuse_small_slots(slots, owner, shelf.length_bytes)
         stored: list[BlockEntry] = []
         unused: list[Slot] = []
+        copies: list[Copy] = []
         num_late = 0
         parent, depth = chain.parent or BlockKey(chain.namespace), chain.start
         for key, slot, payload_sum in zip(chain.keys, slots, checksums, strict=True):
@@ -204,11 +231,19 @@ class Putter:
                     unused.append(slot)
                 else:
                     stored.append(entry)
+                    copies.append(copy)
             parent, depth = key, depth + 1
         state.free_slots(unused)
-        self._note_stored(stored, num_others=len(slots) - len(stored))
+        self._note_generations(copies)
+        self._note_stored(shelf, stored, num_others=len(slots) - len(stored))
         state.freed.set()
         return Published(len(stored), num_late)
+
+    def _note_generations(self, copies: Sequence[Copy]) -> None:
+        """Note what readers of the copies will ask for."""
+        generations = self._state.top.generations([copy.slot for copy in copies if copy.slot is not None])
+        for copy, generation in zip(copies, generations, strict=True):
+            copy.generation = generation
 
     def _file(
         self, shelf: Shelf, key: BlockKey, parent: BlockKey, *, depth: int, copy: Copy

@@ -231,39 +231,51 @@ class LocalTruth:
         """Read a record."""
         if not await self.local.ready():
             raise TierUnavailable(f"records: {self.local.trouble}")
-        for _ in range(2):
-            present = self.local.find(named.local_key)
-            if present is None:
-                return RecordLookup(None, self.local.absence(named.local_key))
-            stored = await self.local.read(present)
-            if self.local.find(named.local_key) is not present:
-                continue  # another put, or a drop, came between
-            return await self._read(named, present, stored, deadline_s)
+        found = await self._read_now(named, deadline_s)
+        if found is not None:
+            return found
         async with self.locks.of(named.local_key):
             present = self.local.find(named.local_key)
             if present is None:
                 return RecordLookup(None, self.local.absence(named.local_key))
             return await self._read(named, present, await self.local.read(present), deadline_s)
 
+    async def _read_now(self, named: Named, deadline_s: float) -> RecordLookup | None:
+        """Read a record while others may put it; None if that gave none.
+
+        A put is on disk before it is known here: what is not as expected may be its record. Whether that is
+        damaged is decided where no put is under way.
+        """
+        present = self.local.find(named.local_key)
+        if present is None:
+            return RecordLookup(None, self.local.absence(named.local_key))
+        stored = await self.local.read(present, is_alone=False)
+        if stored is None or stored.head != present.head:
+            return None
+        value = await self.codec.read(named.tenant, stored, deadline_s=deadline_s)
+        return None if isinstance(value, Unread) else self._found(present, value)
+
     async def _read(
         self, named: Named, present: LocalRecord, stored: StoredRecord | None, deadline_s: float
     ) -> RecordLookup:
-        """Return the value of a record that was read from where it is kept."""
+        """Return the value of a record that was read from where it is kept; no put of it is under way."""
         if stored is None or stored.head != present.head:
-            return await self._discard(named, present, RecordAbsence.CORRUPT)
+            return await self._discard(named, RecordAbsence.CORRUPT)
         value = await self.codec.read(named.tenant, stored, deadline_s=deadline_s)
         if value is Unread.NO_KEY:
             raise TierUnavailable("records: the key that it is encrypted under cannot be had now")
         if isinstance(value, Unread):
             self.counters["broken_seals"] += value is Unread.BROKEN
-            return await self._discard(named, present, UNREAD_ABSENCES[value])
+            return await self._discard(named, UNREAD_ABSENCES[value])
+        return self._found(present, value)
+
+    def _found(self, present: LocalRecord, value: bytes) -> RecordLookup:
         left_s = max(0.0, present.deadline_s - self.clock())
         return RecordLookup(Record(value, present.head.version, left_s, self.place))
 
-    async def _discard(self, named: Named, present: LocalRecord, reason: RecordAbsence) -> RecordLookup:
-        """Remove a record that cannot be read, unless another one took its place."""
-        if self.local.find(named.local_key) is present:
-            await self.local.forget([named.local_key], reason)
+    async def _discard(self, named: Named, reason: RecordAbsence) -> RecordLookup:
+        """Remove a record that cannot be read."""
+        await self.local.forget([named.local_key], reason)
         return RecordLookup(None, reason)
 
     async def drop(self, named: Named, *, deadline_s: float) -> bool:

@@ -1,7 +1,7 @@
 """What lookups and puts return; a miss is a result and always has a reason."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, NewType
 
 from kvstore.keys import BlockKey
@@ -13,6 +13,8 @@ LeaseId = NewType("LeaseId", int)
 
 Owner = NewType("Owner", int)
 """Who holds leases and reserved slots: one client connection, or one request of an engine."""
+
+_MAX_COUNT = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,16 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class MatchedLease:
-    """What is stored of a chain, and of that the leading blocks in the top tier, under one lease."""
+    """What is stored of a chain, and of that the leading blocks in the top tier, under one lease.
+
+    ``lease_reason`` says why the next block, which is in the top tier too, is not leased; None if there is
+    no such block.
+    """
 
     match: PrefixMatch
     blocks: tuple[FetchedBlock, ...]
     lease: LeaseId | None
+    lease_reason: MissReason | None = None
 
 
 class ReservedSlot(NamedTuple):
@@ -72,7 +79,7 @@ class ReservedSlot(NamedTuple):
 class Published(NamedTuple):
     """How many blocks were ``stored``; of the others, ``late`` came after the time their slots were lent for.
 
-    The rest was stored already.
+    The rest was stored already, or the namespace's epoch has ended.
     """
 
     stored: int
@@ -83,12 +90,13 @@ class Published(NamedTuple):
 class Reserved:
     """Slots for the blocks that are not stored, as far as there was room; ``present`` blocks are stored.
 
-    Each slot is for ``length_bytes``.
+    Each slot is for ``length_bytes``. ``reason`` says why there is none for the first block that has none.
     """
 
     slots: tuple[ReservedSlot, ...]
     present: int
     length_bytes: int = 0
+    reason: MissReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +104,15 @@ class PutResult:
     """How many blocks of a put were stored, were there already, or were dropped for want of room.
 
     ``doubtful`` are the positions in the chain of all blocks that are not known to be stored: every dropped
-    one, and those of which the server does not say which of them it dropped.
+    one, and those of which the server does not say which of them it dropped. ``reason`` says why blocks were
+    dropped, of several reasons the first; it does not count when results are compared.
     """
 
     stored: int
     present: int
     dropped: int
     doubtful: tuple[int, ...] = ()
+    reason: MissReason | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +164,15 @@ class BlockReport:
         if not isinstance(tiers, list):
             raise TypeError("tiers is not a list")
         return cls(
-            index=int(str(data["index"])),
+            index=_count(data["index"]),
             key=BlockKey(bytes.fromhex(str(data["key"]))),
             tiers=tuple(str(tier) for tier in tiers),
             reason=None if reason is None else MissReason(reason),
             is_leased=bool(data.get("is_leased", False)),
             gone_tier=str(data.get("gone_from", "")),
-            gone_s=None if gone_s is None else float(str(gone_s)),
+            gone_s=None if gone_s is None else _seconds(gone_s),
             pressed_by=str(data.get("pressed_by", "")),
-            siblings=int(str(data.get("siblings", 0))),
+            siblings=_count(data.get("siblings", 0)),
         )
 
 
@@ -170,7 +180,8 @@ class BlockReport:
 class EraseReport:
     """What erasing a tenant came to.
 
-    ``keys`` counts the keys destroyed here, ``blocks`` the blocks forgotten, by tier. ``leased_blocks`` are
+    ``keys`` counts the keys destroyed here, ``blocks`` the blocks forgotten, by tier: of a shared tier those
+    that this node knew to be there, whose ciphertext stays until it goes by itself. ``leased_blocks`` are
     still in memory, matched by nobody, and are overwritten when their leases end. ``problems`` names the
     places that still have, or may have, the key: each is tried again until it takes the erasure. ``records``
     counts the records that were removed.
@@ -209,12 +220,26 @@ class EraseReport:
         if not isinstance(blocks, Mapping) or not isinstance(problems, list):
             raise TypeError("blocks is not an object, or problems not a list")
         return cls(
-            keys=int(str(data["keys"])),
-            blocks={str(tier): int(str(count)) for tier, count in blocks.items()},
-            leased_blocks=int(str(data["leased_blocks"])),
+            keys=_count(data["keys"]),
+            blocks={str(tier): _count(count) for tier, count in blocks.items()},
+            leased_blocks=_count(data["leased_blocks"]),
             problems=tuple(str(problem) for problem in problems),
             records=int(str(data.get("records", 0))),
         )
+
+
+def _count(value: object) -> int:
+    # bool is an int in Python but not in JSON.
+    if type(value) is not int or not 0 <= value <= _MAX_COUNT:
+        raise ValueError("not a count")
+    return value
+
+
+def _seconds(value: object) -> float:
+    # An integer may have hundreds of digits, and then it is no float.
+    if type(value) not in (int, float) or not 0 <= value <= _MAX_COUNT:  # type: ignore[operator]  # a number
+        raise ValueError("not a number of seconds")
+    return float(value)  # type: ignore[arg-type]  # a number
 
 
 def first_difference(reports: Sequence[BlockReport]) -> int | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 from kvstore.assembly import Store, assemble
 from kvstore.config import Config, HttpConfig
 from kvstore.errors import ServerUnavailable
+from kvstore.log_limit import limit_loop_errors
 from kvstore.server import StoreServer
 
 if TYPE_CHECKING:
@@ -153,6 +154,7 @@ class LocalServer:
     async def _main(self) -> None:
         async with self._open_server() as server:
             self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+            limit_loop_errors(self._loop)
             self._server = server
             self._started.set()
             await self._stop.wait()

@@ -172,12 +172,13 @@ class StoreServer:
         while True:
             try:
                 sock, _ = await loop.sock_accept(listener)
-            except OSError as error:
+                self.serve_socket(sock)
+            except (OSError, MemoryError) as error:
                 # Out of descriptors or memory: clients wait in the backlog meanwhile.
-                self._refusals.warn("server: cannot accept a connection: %s", error)
+                self._refusals.warn("server: cannot accept a connection: %s", error or "out of memory")
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            self.serve_socket(sock)
+            await asyncio.sleep(0)  # whoever is connected has his turn between two that come
 
     async def _greet(self, sock: socket.socket) -> None:
         """Check who connects, exchange greetings, and hand the socket to a Connection."""
@@ -200,7 +201,7 @@ class StoreServer:
             self.counters.refused_connections += 1
             sock.close()
             return
-        except asyncio.CancelledError:
+        except BaseException:  # out of memory, or cancelled
             sock.close()
             raise
         await self._hand_over(sock, decoder)

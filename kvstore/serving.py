@@ -26,7 +26,14 @@ from kvstore.answering import (
     answer_seen,
     ready_slots,
 )
-from kvstore.errors import InvalidRequest, KVStoreError, ProtocolMismatch, ServerUnavailable, TimedOut
+from kvstore.errors import (
+    EpochEnded,
+    InvalidRequest,
+    KVStoreError,
+    ProtocolMismatch,
+    ServerUnavailable,
+    TimedOut,
+)
 from kvstore.late_work import LateWork
 from kvstore.log_limit import LimitedWarning
 from kvstore.manager import BlockManager
@@ -469,7 +476,7 @@ class Connection(asyncio.BufferedProtocol):
         self._lent.update([slot[1:] for slot in slots])
         if slots:
             self._await_copy(len(slots) * reserved.length_bytes, is_certain=True)
-        return Lent(slots, reserved.present)
+        return Lent(slots, reserved.present, reserved.reason)
 
     def _commit(self, request: Commit) -> Count:
         about, owner = request.about, self._owner
@@ -491,6 +498,8 @@ class Connection(asyncio.BufferedProtocol):
                 num_done += len(run)
         finally:
             self._manager.return_slots([Slot(slot.offset) for slot in ours[num_done:]], owner=owner)
+        if self._manager.has_ended(about.chain.namespace):
+            raise EpochEnded("server: the epoch of the namespace ended before its blocks were committed")
         if num_late:
             raise TimedOut("server: the slots were lent for less time than the writing took")
         return Count(num_stored)

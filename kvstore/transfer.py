@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.checksum import (
+    SOURCE_STEP_BYTES,
     as_bytes_array,
     copy_array_with_checksum,
     copy_array_with_source_checksum,
 )
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, ProtocolMismatch
 from kvstore.messages import LentSlot, ReadySlot, WrittenSlot
 
 Buffer: TypeAlias = Any
@@ -38,8 +39,20 @@ class SlotReader(Protocol):
     def slot_array(self, offset: int, length_bytes: int) -> Bytes:
         """Return the slot's bytes in place, as an array."""
 
+    def slot_arrays(self, offsets: Sequence[int], length_bytes: int) -> list[Bytes]:
+        """As ``slot_array``, of several slots."""
+
     def generation(self, offset: int) -> int:
         """Return the slot's generation."""
+
+    def generations(self, offsets: Sequence[int]) -> list[int]:
+        """Return the generation of each of several slots, which lie in the arena."""
+
+
+GROUP_BYTES = 256 << 10
+"""Small blocks are copied so many bytes at a time, between looks at their generations and at the time."""
+
+_U8 = np.dtype(np.uint8)
 
 
 def byte_view(buffer: Buffer, what: str, index: int | None = None) -> Bytes:
@@ -78,7 +91,9 @@ def split_buffers(buffers: Buffer, *, length_bytes: int, count: int, what: str) 
             raise InvalidRequest(f"{what}: {len(buffers)} buffers for {count} blocks")
         views = []
         for index, buffer in enumerate(buffers):
-            view = byte_view(buffer, what, index)
+            # Most are flat bytes already: half a microsecond less for each.
+            is_flat = type(buffer) is np.ndarray and buffer.dtype is _U8 and buffer.strides == (1,)
+            view = buffer if is_flat else byte_view(buffer, what, index)
             if len(view) != length_bytes:
                 raise InvalidRequest(
                     f"{what}[{index}]: {len(view)} bytes, expected {length_bytes} (one block or part)"
@@ -117,19 +132,40 @@ def read_slots(
     A block arrived whole if the slot's generation is still the leased one after the copy (else STALE: a
     lease that ended meanwhile may have let another block's bytes in) and its checksum is right (else
     DAMAGED).
+
+    Raises:
+        ProtocolMismatch: the server named a slot that is none; blocks before it may have been copied.
     """
-    slot_array, generation_of = arena.slot_array, arena.generation
-    count = 0
-    for (offset, generation, expected), buffer in zip(slots, buffers, strict=True):
+    try:
+        return _read_slots(arena, slots, buffers, should_stop)
+    except InvalidRequest as error:
+        raise ProtocolMismatch(f"answer: {error}") from error
+
+
+def _read_slots(
+    arena: SlotReader, slots: Sequence[ReadySlot], buffers: Sequence[Bytes], should_stop: Callable[[], bool]
+) -> tuple[int, ReadEnd]:
+    assert len(slots) == len(buffers), "one buffer per slot"
+    length_bytes = len(buffers[0]) if slots else 0
+    step = _group_blocks(length_bytes)
+    for start in range(0, len(slots), step):
         if should_stop():
-            return count, ReadEnd.STOPPED
-        found = copy_array_with_checksum(buffer, slot_array(offset, len(buffer)))
-        if generation_of(offset) != generation:
-            return count, ReadEnd.STALE
-        if found != expected:
-            return count, ReadEnd.DAMAGED
-        count += 1
-    return count, ReadEnd.ALL
+            return start, ReadEnd.STOPPED
+        group = slots[start : start + step]
+        offsets = [slot[0] for slot in group]
+        sources = arena.slot_arrays(offsets, length_bytes)
+        found = list(map(copy_array_with_checksum, buffers[start : start + step], sources))
+        generations = arena.generations(offsets)
+        for count, (_, generation, expected) in enumerate(group):
+            if generations[count] != generation:
+                return start + count, ReadEnd.STALE
+            if found[count] != expected:
+                return start + count, ReadEnd.DAMAGED
+    return len(slots), ReadEnd.ALL
+
+
+def _group_blocks(length_bytes: int) -> int:
+    return max(1, GROUP_BYTES // max(1, length_bytes))
 
 
 def write_slots(
@@ -145,21 +181,58 @@ def write_slots(
     A slot whose generation changed is left alone: it is no longer ours. The checksum is the payload's own,
     not that of the bytes in the slot, so what a stale writer stores there meanwhile is found by every reader.
     ``expected`` are the payloads' xxh3-64 as their owner knows them; one with another is not to be stored.
+
+    Raises:
+        ProtocolMismatch: the server lent a slot that is none.
     """
+    try:
+        return _write_slots(arena, slots, payloads, should_stop, expected=expected)
+    except InvalidRequest as error:
+        raise ProtocolMismatch(f"answer: {error}") from error
+
+
+def _write_slots(
+    arena: SlotReader,
+    slots: Sequence[LentSlot],
+    payloads: Sequence[Bytes],
+    should_stop: Callable[[], bool],
+    *,
+    expected: Sequence[int] | None,
+) -> list[WrittenSlot]:
+    assert len(slots) == len(payloads), "one payload per slot"
+    length_bytes = len(payloads[0]) if slots else 0
+    step = _group_blocks(length_bytes)
     written: list[WrittenSlot] = []
-    slot_array, generation_of = arena.slot_array, arena.generation
-    offset, generation = 0, 0
+    for start in range(0, len(slots), step):
+        if should_stop():
+            break
+        group = slots[start : start + step]
+        offsets = [slot[1] for slot in group]
+        targets = arena.slot_arrays(offsets, length_bytes)
+        generations = arena.generations(offsets)
+        for count, (position, offset, generation) in enumerate(group):
+            if generations[count] != generation:
+                return written
+            digest = _write_slot(
+                arena, slots[start + count], targets[count], payloads[start + count], should_stop
+            )
+            if digest is None or (expected is not None and expected[start + count] != digest):
+                return written
+            written.append(WrittenSlot(position, offset, generation, digest))
+    return written
+
+
+def _write_slot(
+    arena: SlotReader, slot: LentSlot, target: Bytes, payload: Bytes, should_stop: Callable[[], bool]
+) -> int | None:
+    """Copy one payload; None if the slot changed hands, or it was told to stop, meanwhile."""
+    if len(payload) <= SOURCE_STEP_BYTES:
+        return copy_array_with_source_checksum(target, payload)
 
     def may_go_on() -> bool:
-        return not should_stop() and generation_of(offset) == generation
+        return not should_stop() and arena.generation(slot.offset) == slot.generation
 
-    for index, ((position, offset, generation), payload) in enumerate(zip(slots, payloads, strict=True)):
-        target = slot_array(offset, len(payload))
-        digest = copy_array_with_source_checksum(target, payload, may_go_on=may_go_on)
-        if digest is None or (expected is not None and expected[index] != digest):
-            break
-        written.append(WrittenSlot(position, offset, generation, digest))
-    return written
+    return copy_array_with_source_checksum(target, payload, may_go_on=may_go_on)
 
 
 def _tensor_view(tensor: Any) -> Bytes:  # Any: a torch.Tensor, seen without importing torch

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgpack
 
-from kvstore.errors import ProtocolMismatch
+from kvstore.errors import InvalidRequest, ProtocolMismatch
 
 MAGIC = b"KVSF"
 VERSION = 1
@@ -50,8 +50,12 @@ def encode_frame(kind: int, request_id: int, values: tuple[WireValue, ...]) -> b
 
     Raises:
         ProtocolMismatch: the body is larger than a frame may be.
+        InvalidRequest: a text is no valid Unicode.
     """
-    body: bytes = msgpack.packb(values, use_bin_type=True)  # pyright: ignore[reportAssignmentType]
+    try:
+        body: bytes = msgpack.packb(values, use_bin_type=True)  # pyright: ignore[reportAssignmentType]
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("frame: a text with half of a surrogate pair cannot be sent") from error
     if len(body) > MAX_BODY_BYTES:
         raise ProtocolMismatch(f"frame: a body of {len(body)} bytes, limit {MAX_BODY_BYTES}")
     return _PREFIX.pack(MAGIC, VERSION, kind, request_id, len(body)) + body

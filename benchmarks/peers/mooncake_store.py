@@ -4,6 +4,7 @@ Payloads go straight from and into registered buffers. The store verifies no che
 """
 
 import importlib.util
+import os
 import subprocess
 import sys
 import time
@@ -11,15 +12,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mooncake.store import MooncakeDistributedStore  # type: ignore[import-not-found]  # optional
-
 from kvstore.drill.redis_server import free_port
 from kvstore.drill.store_process import guarded
 from peers import Bytes
 
+# Read when the package is loaded: without it every call of it is a line on stderr.
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+from mooncake.store import MooncakeDistributedStore  # type: ignore[import-not-found]  # optional
+
 _START_S = 30.0
 _END_S = 10.0
 _SEGMENT_ALIGN_BYTES = 16 << 20
+_MAX_BLOCKS = 250
 
 
 class MooncakeStore:
@@ -41,10 +45,12 @@ class MooncakeStore:
         return [key.hex() for key in keys]
 
     def put(self, names: Sequence[str], payloads: Sequence[Bytes]) -> None:
-        """One batch_put_from."""
+        """One batch_put_from, or several, for thousands of blocks in one fail over TCP."""
         pointers, sizes = self._places(payloads)
-        statuses = self._store.batch_put_from(names, pointers, sizes)
-        assert not any(statuses), statuses
+        for start in range(0, len(names), _MAX_BLOCKS):
+            some = slice(start, start + _MAX_BLOCKS)
+            statuses = self._store.batch_put_from(names[some], pointers[some], sizes[some])
+            assert not any(statuses), statuses
 
     def fetch(self, names: Sequence[str], targets: Sequence[Bytes]) -> None:
         """One batch_get_into."""

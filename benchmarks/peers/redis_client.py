@@ -1,7 +1,8 @@
 """Valkey through redis-py: its defaults, with timeouts, over a Unix socket.
 
-Large blocks go one SET or GET at a time, which is faster there than a pipeline or MGET (measured:
-benchmarks/remote_client.py); small ones as one MSET or MGET.
+Without hiredis it reads and writes the protocol in Python, which is how pip installs it; that is measured
+whether or not hiredis is there. Large blocks go one SET or GET at a time, which is faster there than a
+pipeline or MGET (measured: benchmarks/remote_client.py); small ones as one MSET or MGET.
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import redis
+from redis._parsers import _RESP2Parser
+from redis.connection import PythonRespSerializer
 
 from peers import Bytes
 from peers.valkey_server import ValkeyServer
@@ -17,18 +20,35 @@ _TIMEOUT_S = 10.0
 _SMALL_BYTES = 16 << 10
 
 
+class PlainConnection(redis.UnixDomainSocketConnection):
+    """A connection as it is where hiredis is not installed; redis-py has no option for that."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(parser_class=_RESP2Parser, **options)
+        self._command_packer = PythonRespSerializer(self._buffer_cutoff, self.encoder.encode)
+
+
 class RedisClient:
     """One server and one blocking client."""
 
-    def __init__(self, folder: Path, block_bytes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        block_bytes: int,
+        connection: type[redis.UnixDomainSocketConnection],
+        **options: object,
+    ) -> None:
         self._is_small = block_bytes < _SMALL_BYTES
         self._server = ValkeyServer(folder)
         self.server_pids = [self._server.pid]
-        self._client = redis.Redis(
-            unix_socket_path=str(self._server.socket_path),
+        pool = redis.ConnectionPool(
+            connection_class=connection,
+            path=str(self._server.socket_path),
             socket_timeout=_TIMEOUT_S,
             socket_connect_timeout=_TIMEOUT_S,
+            **options,
         )
+        self._client = redis.Redis(connection_pool=pool)
 
     def names(self, keys: Sequence[bytes]) -> list[bytes]:
         """The keys as they are."""
@@ -63,10 +83,10 @@ class RedisClient:
 
     def close(self) -> None:
         """Stop client and server."""
-        self._client.close()
+        self._client.connection_pool.disconnect()
         self._server.close()
 
 
 def open_peer(folder: Path, block_bytes: int, num_blocks: int) -> RedisClient:
     """Start it; the server takes the memory it needs."""
-    return RedisClient(folder, block_bytes)
+    return RedisClient(folder, block_bytes, PlainConnection)

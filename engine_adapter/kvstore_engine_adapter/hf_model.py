@@ -188,4 +188,7 @@ class _Fields:
         value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise UnsupportedModel(f"{self.where}: {name} is {value!r}, expected a number")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise UnsupportedModel(f"{self.where}: {name} is too large") from error

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -56,6 +57,8 @@ _EPILOG = "Exit status: 0 done, 1 found a problem, 2 usage or bad input, 3 no se
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. Errors are one line on stderr, never a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file need not be text
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:

@@ -64,9 +64,11 @@ def run_put(args: argparse.Namespace) -> int:
         _, chain = opened(client, namespace, args)
         result = client.put(chain, payload)
     if args.json:
-        print(json.dumps({"stored": result.stored, "present": result.present, "dropped": result.dropped}))
+        counts = {"stored": result.stored, "present": result.present, "dropped": result.dropped}
+        print(json.dumps({**counts, "reason": None if result.reason is None else result.reason.value}))
     else:
-        print(f"{result.stored} stored, {result.present} present before, {result.dropped} dropped")
+        why = "" if result.reason is None else f": {result.reason.value}"
+        print(f"{result.stored} stored, {result.present} present before, {result.dropped} dropped{why}")
     return 1 if result.dropped else 0
 
 

@@ -20,8 +20,9 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Start a store, clients and a Redis-protocol server of its own, inject faults into them"
         " (kills, full disks, bit flips, stopped servers and more), and check after each that no wrong byte"
         " was served, nothing durable was lost, no call took longer than its time, and the store is sound."
-        " Touches nothing but what it started. Exit status: 0 every promise was kept, 1 one was broken,"
-        " 2 usage.",
+        " Touches nothing but what it started. The last line says how many kinds of fault were tried, and how"
+        " many skipped. Exit status: 0 every promise was kept in those that were tried, 1 one was broken, 2"
+        " usage.",
     )
     parser.add_argument(
         "--seconds", type=_seconds, default=120.0, metavar="N", help="time to take (default: 120)"

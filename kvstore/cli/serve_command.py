@@ -11,6 +11,7 @@ from collections.abc import Callable
 from kvstore.awake_selector import AwakeSelector
 from kvstore.config import Config, load_config
 from kvstore.core_dumps import become_undumpable, leave_no_core_file
+from kvstore.log_limit import LimitedTracebacks
 from kvstore.running import serving
 
 
@@ -42,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
         level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     selector = AwakeSelector()
+    LimitedTracebacks.install()
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
         runner.run(_serve(config, stay_awake=selector.stay_awake, as_json=args.json))
     return 0

@@ -47,6 +47,16 @@ class DrillReport:
         """Whether every kind was tried without a violation, or skipped for a reason."""
         return bool(self.faults) and all(report.is_ok for report in self.faults.values())
 
+    @property
+    def kinds_skipped(self) -> int:
+        """Kinds of fault that were not tried."""
+        return sum(bool(kind.skipped) for kind in self.faults.values())
+
+    @property
+    def kinds_tried(self) -> int:
+        """Kinds of fault that were tried: of others nothing is known."""
+        return len(self.faults) - self.kinds_skipped
+
     def as_dict(self) -> dict[str, object]:
         """Return a JSON-ready copy."""
         kinds = self.faults.values()
@@ -54,6 +64,8 @@ class DrillReport:
             "ok": self.is_ok,
             "seed": self.seed,
             "seconds": round(self.seconds, 3),
+            "kinds_tried": self.kinds_tried,
+            "kinds_skipped": self.kinds_skipped,
             "tries": sum(kind.tries for kind in kinds),
             "wrong_bytes": sum(kind.wrong_bytes for kind in kinds),
             "lost_durable": sum(kind.lost for kind in kinds),

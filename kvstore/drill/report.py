@@ -21,12 +21,23 @@ def report_table(report: DrillReport) -> str:
     lines.insert(1, "  ".join("-" * width for width in widths))
     lines += [f"skipped {name}: {kind.skipped}" for name, kind in report.faults.items() if kind.skipped]
     sums = report.as_dict()
-    verdict = "every promise was kept" if report.is_ok else "A PROMISE WAS BROKEN"
     lines.append(
-        f"seed {report.seed}: {verdict}: {sums['tries']} tries, {sums['wrong_bytes']} wrong bytes,"
+        f"seed {report.seed}: {_verdict(report)}: {sums['tries']} tries, {sums['wrong_bytes']} wrong bytes,"
         f" {sums['lost_durable']} lost, {sums['over_deadline']} over deadline, {report.seconds:.0f} s"
     )
     return "\n".join(lines)
+
+
+def _verdict(report: DrillReport) -> str:
+    """Say what was kept, and of how many kinds of fault that is known."""
+    tried, skipped = report.kinds_tried, report.kinds_skipped
+    if not report.is_ok:
+        return f"A PROMISE WAS BROKEN ({tried} kinds of fault tried, {skipped} skipped)"
+    if not tried:
+        return f"nothing was tried, {skipped} kinds of fault skipped"
+    if skipped:
+        return f"every promise was kept in the {tried} kinds of fault tried, {skipped} skipped"
+    return f"every promise was kept in all {tried} kinds of fault"
 
 
 def _cells(row: tuple[str, ...], widths: list[int]) -> list[str]:

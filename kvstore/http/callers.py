@@ -36,6 +36,7 @@ class Caller:
         self._limits = limits
         self._bucket = TokenBucket(limits.requests_per_s, clock)
         self._num_requests = 0
+        self._num_places = 0
         self._owner: Owner | None = None
         self._leases: dict[str, _HeldLease] = {}
 
@@ -70,24 +71,25 @@ class Caller:
         finally:
             self._num_requests -= 1
 
-    def owner(self) -> Owner:
-        """Return the owner of its leases.
+    @contextlib.contextmanager
+    def place_for_lease(self) -> Iterator[Owner | None]:
+        """Yield the owner of its leases, for one lease more; None if it has as many as it may.
 
-        Raises:
-            Refused: it has as many leases as it may.
+        The place is taken before the lease is granted: requests at the same time get no more than there are.
         """
-        if len(self._leases) >= self._limits.max_leases:
-            raise Refused(
-                ErrorCode.TOO_MANY_REQUESTS,
-                f"this caller has {len(self._leases)} leases, none more: end one",
-                headers={"Retry-After": "1"},
-            )
+        if len(self._leases) + self._num_places >= self._limits.max_leases:
+            yield None
+            return
         if self._owner is None:
             self._owner = self._manager.new_owner()
-        return self._owner
+        self._num_places += 1
+        try:
+            yield self._owner
+        finally:
+            self._num_places -= 1
 
     def keep(self, lease: LeaseId, *, for_s: float) -> str:
-        """Keep a lease of its owner for some seconds; returns the name it is ended by."""
+        """Keep a lease of its owner for some seconds, in a place; returns the name it is ended by."""
         name = secrets.token_hex(16)
         timer = asyncio.get_running_loop().call_later(for_s, self.end_lease, name)
         self._leases[name] = _HeldLease(lease, timer)

@@ -11,10 +11,13 @@ class HttpCounters:
     connections: int = 0
     open_connections: int = 0
     refused_connections: int = 0
+    ended_newcomers: int = 0
     failed_handshakes: int = 0
     slow_clients: int = 0
     malformed_requests: int = 0
     damaged_blocks: int = 0
+    refused_leases: int = 0
+    unread_leases: int = 0
     received_bytes: int = 0
     sent_bytes: int = 0
     requests: Counter[str] = field(default_factory=Counter)
@@ -26,10 +29,13 @@ class HttpCounters:
             "connections": self.connections,
             "open_connections": self.open_connections,
             "refused_connections": self.refused_connections,
+            "ended_newcomers": self.ended_newcomers,
             "failed_handshakes": self.failed_handshakes,
             "slow_clients": self.slow_clients,
             "malformed_requests": self.malformed_requests,
             "damaged_blocks": self.damaged_blocks,
+            "refused_leases": self.refused_leases,
+            "unread_leases": self.unread_leases,
             "received_bytes": self.received_bytes,
             "sent_bytes": self.sent_bytes,
             "requests": dict(self.requests),

@@ -18,7 +18,7 @@ from kvstore.http.payloads import Spoilt
 from kvstore.http.refusal import ErrorCode, Refused, refusal_of
 from kvstore.http.routes import Operation, Route, Router, StateAnswer
 from kvstore.http.schema import Schema, check, parse_json
-from kvstore.http.service import Call, HttpService, json_answer
+from kvstore.http.service import Call, HttpService, Peer, json_answer
 from kvstore.http.values import Values
 from kvstore.log_limit import LimitedWarning
 
@@ -38,14 +38,14 @@ class Dispatcher:
         self._router = Router()
         self._failures = LimitedWarning(logger)
 
-    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def answer(self, request: web.BaseRequest, peer: Peer) -> web.StreamResponse:
         """Return the answer of a request; whatever goes wrong, it is one.
 
         Raises:
             ConnectionError: the client is gone, or its answer cannot be completed.
         """
         try:
-            return await self._answer(request)
+            return await self._answer(request, peer)
         except KVStoreError as error:
             refused = refusal_of(error)
             if refused.code is ErrorCode.INTERNAL:
@@ -60,7 +60,7 @@ class Dispatcher:
             raise Spoilt("http: an answer failed half-way")
         return json_answer(refused.as_dict(), status=refused.code.status, headers=refused.headers)
 
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest, peer: Peer) -> web.StreamResponse:
         service = self._service
         route, path_values = self._router.find(request.method, request.rel_url.raw_path)
         service.counters.requests[route.name] += 1
@@ -73,12 +73,13 @@ class Dispatcher:
                 headers={"Retry-After": "1", "Connection": "close"},
             )
         caller = service.callers.get(self._gate.admit(_shown(request), route.scope))
+        peer.note_admitted()
         with caller.request():
             body = Body(request, service.limits, service.counters, service.clock)
             values = _parameters(route, path_values, request)
             if route.body is not None:
                 values |= await _json_body(body, route.body, service.limits.max_json_bytes)
-            call = Call(service, request, caller, Values(values), body)
+            call = Call(service, request, caller, Values(values), body, peer)
             return await cast("Operation", route.operation)(call)  # what the table has for the others
 
 

@@ -5,15 +5,27 @@ are timed where they are read.
 """
 
 import asyncio
+import fcntl
+import socket
+import struct
+import termios
 from collections.abc import Callable
 from typing import cast
 
 from kvstore.http.counters import HttpCounters
 from kvstore.http.limits import Limits
 
+_INT = struct.Struct("@i")
+_TCP_CLOSE = 7
+"""State of a connection that was reset: netinet/tcp.h."""
+
 
 class Guard(asyncio.Protocol):
     """One connection. ``inner`` is the protocol that it passes everything to.
+
+    What was granted in an answer that the client did not read is taken back: see ``undo_if_unread``. That an
+    answer was read is known when more comes from the client, or when it ends the connection in order and its
+    machine has taken all that was sent. It is taken for read, too, when this side ends the connection.
 
     Idle: no request is under way; the connection ends after ``idle_s``, the first one after ``header_s``.
     With the first byte of a request its header has ``header_s``, until ``begin_request`` is called. Whenever
@@ -26,16 +38,21 @@ class Guard(asyncio.Protocol):
         limits: Limits,
         counters: HttpCounters,
         *,
+        on_admitted: Callable[["Guard"], None],
         on_end: Callable[["Guard"], None],
     ) -> None:
         self.inner = inner
         self._limits = limits
         self._counters = counters
+        self._on_admitted = on_admitted
         self._on_end = on_end
         self._transport: asyncio.Transport | None = None
         self._waiting: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
         self._is_idle = False
+        self._has_ended = False
+        self._is_unread = False
+        self._undo: list[Callable[[], None]] = []
         self.is_made = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -49,6 +66,7 @@ class Guard(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Pass data on; the first bytes of a request start its time."""
+        self._undo.clear()
         if self._is_idle:
             self._is_idle = False
             self._wait(self._limits.header_s)
@@ -56,11 +74,17 @@ class Guard(asyncio.Protocol):
 
     def eof_received(self) -> bool | None:
         """Pass it on."""
+        self._has_ended = True
+        self._is_unread = bool(self._undo) and not self._has_taken_all()
         return self.inner.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the timers and pass it on."""
+        """End the timers, take back what was not read of, and pass it on."""
         self._transport = None
+        if exc is not None or self._stalled is not None or self._is_unread:
+            for undo in self._undo:
+                undo()
+        self._undo.clear()
         for timer in (self._waiting, self._stalled):
             if timer is not None:
                 timer.cancel()
@@ -97,6 +121,26 @@ class Guard(asyncio.Protocol):
         """End the connection at once; what was not sent is not sent."""
         if self._transport is not None:
             self._transport.abort()
+
+    def note_admitted(self) -> None:
+        """Note that a request came on it whose sender may send it."""
+        self._on_admitted(self)
+
+    def undo_if_unread(self, undo: Callable[[], None]) -> None:
+        """Call ``undo`` if the connection ends before the client has read what was sent until now."""
+        if self._transport is None or self._has_ended:
+            undo()
+        else:
+            self._undo.append(undo)
+
+    def _has_taken_all(self) -> bool:
+        """Whether the client's machine has acknowledged all that was sent, and reset nothing."""
+        assert self._transport is not None, "asked while the connection stands"
+        sock = self._transport.get_extra_info("socket")
+        (state,) = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+        left_bytes = bytearray(_INT.size)
+        fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, left_bytes)
+        return state != _TCP_CLOSE and _INT.unpack(left_bytes) == (0,)
 
     def _wait(self, limit_s: float) -> None:
         if self._waiting is not None:

@@ -6,7 +6,7 @@ from aiohttp import web
 
 from kvstore.http.refusal import ErrorCode, Refused
 from kvstore.http.schemas import MAX_WHY_BLOCKS
-from kvstore.http.service import Call, json_answer
+from kvstore.http.service import Call, json_answer, send_whole
 from kvstore.http.values import Values
 from kvstore.keys import BlockKey, Namespace, PrefixChain
 from kvstore.layout import KVLayout, Part
@@ -52,39 +52,67 @@ async def match(call: Call) -> web.StreamResponse:
     if call.values.flag("lease"):
         return await _match_and_lease(call, chain, part)
     found = await call.service.manager.match(chain, part=part, timeout_s=call.timeout_s)
-    return json_answer({"blocks": found.blocks, "tiers": found.tiers, "reason": _word(found.reason)})
+    return json_answer(_matched(found))
 
 
 async def lease(call: Call) -> web.StreamResponse:
     """Load the leading blocks that are stored into memory, and lease them there."""
     chain, part = call.chain_and_part()
-    owner = call.caller.owner()
-    fetched = await call.service.manager.fetch(chain, owner=owner, part=part, timeout_s=call.timeout_s)
-    origins = tuple([block.origin for block in fetched.blocks])
-    found = PrefixMatch(len(origins), origins, fetched.reason)
-    return json_answer(_leased_answer(call, found, fetched.lease, len(origins)))
+    manager = call.service.manager
+    with call.caller.place_for_lease() as owner:
+        if owner is None:
+            return _answer_unleased(call, PrefixMatch(0, (), MissReason.QUOTA))
+        fetched = await manager.fetch(chain, owner=owner, part=part, timeout_s=call.timeout_s)
+        origins = tuple([block.origin for block in fetched.blocks])
+        found = PrefixMatch(len(origins), origins, fetched.reason)
+        return await _answer_leased(call, found, fetched.lease, len(origins))
 
 
 async def _match_and_lease(call: Call, chain: PrefixChain, part: Part) -> web.StreamResponse:
-    owner = call.caller.owner()
-    leased = await call.service.manager.match_and_lease(
-        chain, owner=owner, part=part, timeout_s=call.timeout_s
+    manager = call.service.manager
+    with call.caller.place_for_lease() as owner:
+        if owner is None:
+            return _answer_unleased(call, await manager.match(chain, part=part, timeout_s=call.timeout_s))
+        leased = await manager.match_and_lease(chain, owner=owner, part=part, timeout_s=call.timeout_s)
+        return await _answer_leased(
+            call, leased.match, leased.lease, len(leased.blocks), reason=leased.lease_reason
+        )
+
+
+def _answer_unleased(call: Call, found: PrefixMatch) -> web.StreamResponse:
+    """Say what is stored, and that the caller may have no further lease."""
+    call.service.counters.refused_leases += 1
+    return json_answer(
+        {**_matched(found), "lease": None, "leased": 0, "lease_reason": MissReason.QUOTA.value}
     )
-    return json_answer(_leased_answer(call, leased.match, leased.lease, len(leased.blocks)))
 
 
-def _leased_answer(call: Call, found: PrefixMatch, lease: LeaseId | None, leased: int) -> dict[str, object]:
-    answer: dict[str, object] = {
-        "blocks": found.blocks,
-        "tiers": found.tiers,
-        "reason": _word(found.reason),
-        "lease": None,
-    }
-    if lease is not None:
-        wanted_s, lease_s = call.values.number("lease_s"), call.service.lease_s
-        for_s = lease_s if wanted_s is None else min(wanted_s, lease_s)
-        answer |= {"lease": call.caller.keep(lease, for_s=for_s), "leased": leased, "lease_s": for_s}
-    return answer
+async def _answer_leased(
+    call: Call, found: PrefixMatch, lease: LeaseId | None, leased: int, *, reason: MissReason | None = None
+) -> web.StreamResponse:
+    """Say what is leased. A lease that its client does not learn of ends at once."""
+    answer = {**_matched(found), "lease": None, "leased": leased, "lease_reason": _word(reason)}
+    if lease is None:
+        return json_answer(answer)
+    wanted_s, lease_s = call.values.number("lease_s"), call.service.lease_s
+    for_s = lease_s if wanted_s is None else min(wanted_s, lease_s)
+    name = call.caller.keep(lease, for_s=for_s)
+
+    def undo() -> None:
+        call.service.counters.unread_leases += call.caller.end_lease(name)
+
+    response = json_answer({**answer, "lease": name, "lease_s": for_s})
+    try:
+        await send_whole(call, response)
+    except BaseException:  # a cancellation too: whatever it is, nobody knows of the lease
+        undo()
+        raise
+    call.peer.undo_if_unread(undo)
+    return response
+
+
+def _matched(found: PrefixMatch) -> dict[str, object]:
+    return {"blocks": found.blocks, "tiers": found.tiers, "reason": _word(found.reason)}
 
 
 async def renew(call: Call) -> web.StreamResponse:

@@ -114,10 +114,13 @@ def _http(http: Mapping[str, object]) -> Iterator[tuple[str, str, str, Samples]]
     for member, text in (
         ("connections", "HTTP connections taken."),
         ("refused_connections", "HTTP connections refused: too many."),
+        ("ended_newcomers", "Connections that had shown nothing yet and made way for new ones."),
         ("failed_handshakes", "Connections that ended in their TLS handshake."),
         ("slow_clients", "HTTP clients dropped for being slow."),
         ("malformed_requests", "Requests that were not HTTP."),
         ("damaged_blocks", "Blocks found damaged before or while they were sent."),
+        ("refused_leases", "Leases not granted: the caller had as many as it may."),
+        ("unread_leases", "Leases ended since the client went away before it read of them."),
         ("received_bytes", "Bytes of bodies taken in."),
         ("sent_bytes", "Payload bytes sent."),
     ):

@@ -16,6 +16,7 @@ Schema: TypeAlias = Mapping[str, Any]
 """A JSON Schema. Any: JSON."""
 
 HEX_KEY_PATTERN = "^[0-9a-f]{64}$"
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _HEX = re.compile("[0-9a-f]*")
 _HEX_PATTERN = re.compile(r"\^\[0-9a-f\]\{(\d+)\}\$")
 
@@ -123,6 +124,8 @@ def _check_string(schema: Schema, value: str, where: str) -> None:
     low, high = schema.get("minLength", 0), schema.get("maxLength", MAX_ITEMS)
     if not low <= len(value) <= high:
         raise _misfit(where, f"{len(value)} characters, expected {low} to {high}")
+    if not value.isascii() and _SURROGATE.search(value):
+        raise _misfit(where, "half of a surrogate pair is no text")
     pattern = schema.get("pattern")
     if pattern is not None and re.fullmatch(pattern.removeprefix("^").removesuffix("$"), value) is None:
         raise _misfit(where, f"expected text like {pattern}")

@@ -281,6 +281,10 @@ MATCH_ANSWER = _object(
             "description": "Name that the lease is ended by; null: there is none.",
         },
         "leased": _count("Leading blocks that are leased."),
+        "lease_reason": {
+            **REASON,
+            "description": "Why no more of the blocks in memory are leased; null if they are.",
+        },
         "lease_s": {"type": "number", "description": "Seconds until it ends by itself."},
     },
     "blocks",
@@ -300,6 +304,7 @@ PUT_ANSWER = _object(
         "present": _count("Blocks that were stored already."),
         "dropped": _count("Blocks that found no room."),
         "doubtful": _list(_count(), most=MAX_KEYS, text="Positions of blocks not known to be stored."),
+        "reason": {**REASON, "description": "Why blocks were dropped; null if none was."},
     },
     "stored",
     "present",

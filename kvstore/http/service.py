@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
@@ -48,6 +48,16 @@ _REQUEST_NAME = re.compile("[0-9a-f]{1,32}")
 _DAMAGE_S = 10.0
 _UNTIMED_S = 10.0
 _GRACE_S = 0.25
+
+
+class Peer(Protocol):
+    """The other side of a connection, as operations see it."""
+
+    def note_admitted(self) -> None:
+        """Note that a request came from it whose sender may send it."""
+
+    def undo_if_unread(self, undo: Callable[[], None]) -> None:
+        """Call ``undo`` if it goes away before it has read what was sent to it until now."""
 
 
 @dataclass(slots=True)
@@ -105,6 +115,7 @@ class Call:
     caller: Caller
     values: Values
     body: Body
+    peer: Peer
 
     @property
     def identity(self) -> Identity:
@@ -242,6 +253,17 @@ def name_answer(request: web.BaseRequest, response: web.StreamResponse) -> None:
     name = request.headers.get(REQUEST_HEADER, "")
     if _REQUEST_NAME.fullmatch(name):
         response.headers[REQUEST_HEADER] = name
+
+
+async def send_whole(call: Call, response: web.StreamResponse) -> None:
+    """Hand an answer to the connection now, rather than when the operation has returned.
+
+    Raises:
+        ConnectionError: the connection has ended.
+    """
+    name_answer(call.request, response)
+    await response.prepare(call.request)
+    await response.write_eof()
 
 
 def json_answer(

@@ -8,6 +8,7 @@ from kvstore.http.refusal import ErrorCode, Refused
 from kvstore.http.service import Call
 from kvstore.keys import PrefixChain
 from kvstore.layout import Part
+from kvstore.miss import MissReason
 from kvstore.results import Owner, Reserved
 
 _WINDOW_BLOCKS = 64
@@ -40,15 +41,22 @@ class Storing:
         self._stored = 0
         self._present = 0
         self._doubtful: list[int] = []
+        self._reason: MissReason | None = None
 
     def outcome(self) -> dict[str, object]:
         """Return how the blocks ended; what is neither stored nor present was dropped."""
+        dropped = len(self._chain) - self._stored - self._present
         return {
             "stored": self._stored,
             "present": self._present,
-            "dropped": len(self._chain) - self._stored - self._present,
+            "dropped": dropped,
             "doubtful": sorted(self._doubtful),
+            "reason": self._reason.value if dropped and self._reason is not None else None,
         }
+
+    def _note_reason(self, reason: MissReason | None) -> None:
+        """Note why a block was dropped; the first counts."""
+        self._reason = self._reason or reason
 
     async def take_all(self, *, timeout_s: float | None) -> list[int]:
         """Take every block, and the end of the body; returns the checksums of what came.
@@ -99,6 +107,7 @@ class Storing:
     def _note_reserved(self, start: int, blocks: int, reserved: Reserved) -> None:
         """Note what is known of blocks without a slot: slots are lent in chain order, as far as room goes."""
         lent = {at.position for at in reserved.slots}
+        self._note_reason(reserved.reason)
         self._present += reserved.present
         self._has_room = self._has_room and reserved.present + len(lent) == blocks
         known = blocks if self._has_room else max(lent, default=0)
@@ -106,7 +115,9 @@ class Storing:
 
     def _publish(self, start: int, lent: Sequence[LentPayload], sums: Sequence[int], *, owner: Owner) -> None:
         """Publish what was written in time; a block that another writer stored meanwhile is present."""
-        self._doubtful += [start + at.position for at in lent if not at.is_ours]
+        late = [start + at.position for at in lent if not at.is_ours]
+        self._doubtful += late
+        self._note_reason(MissReason.TIMED_OUT if late else None)
         for run in _runs([at for at in lent if at.is_ours]):
             first, last = run[0].position, run[-1].position
             results = self._call.service.manager.commit(
@@ -117,7 +128,10 @@ class Storing:
                 part=self._part,
             )
             self._stored += sum(results)
-            self._present += len(results) - sum(results)
+            if self._call.service.manager.has_ended(self._chain.namespace):
+                self._note_reason(MissReason.OTHER_EPOCH)
+            else:
+                self._present += len(results) - sum(results)
             self._doubtful += [
                 start + at.position for at, is_new in zip(run, results, strict=True) if not is_new
             ]

@@ -57,8 +57,8 @@ def test_blocks_that_were_put_are_matched_and_come_back_exactly(
     match = run("match", *names)
     get = run("get", *names, "--out", str(out))
 
-    assert (put[0], json.loads(put[1])) == (0, {"stored": 3, "present": 0, "dropped": 0})
-    assert json.loads(again[1]) == {"stored": 0, "present": 3, "dropped": 0}
+    assert (put[0], json.loads(put[1])) == (0, {"stored": 3, "present": 0, "dropped": 0, "reason": None})
+    assert json.loads(again[1]) == {"stored": 0, "present": 3, "dropped": 0, "reason": None}
     assert match[0] == 0
     assert json.loads(match[1]) == {"blocks": 3, "of": 3, "tiers": ["dram"] * 3, "reason": None}
     assert (get[0], json.loads(get[1])["blocks"]) == (0, 3)
@@ -379,4 +379,20 @@ def test_an_advanced_epoch_serves_nothing_that_was_stored_before(run: Run, paylo
 
     assert run("match", *names)[0] == 1
     assert "other_epoch" in run("why", *names)[1]
+    again = run("put", *names, "--in", str(payload))
+    assert again[:2] == (1, "0 stored, 0 present before, 3 dropped: other_epoch\n")
     assert run("put", *names, "--epoch", "1", "--in", str(payload))[0] == 0
+
+
+def test_a_model_whose_name_is_no_text_is_refused_with_one_line(run: Run) -> None:
+    status, out, err = run("epoch", "--model", "\udcff", "--advance")
+    assert (status, out) == (2, "")
+    assert err == "kvstore: model: must be text of at most 4096 bytes\n"
+
+
+def test_the_name_of_a_file_that_is_no_text_can_be_printed(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    command = [sys.executable, "-m", "kvstore.cli", "keys", "init", os.fsencode(tmp_path) + b"/\xff"]
+    made = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert (made.returncode, made.stderr) == (0, b"")
+    assert b"\\udcff" in made.stdout

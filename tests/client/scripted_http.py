@@ -45,9 +45,9 @@ def requested(stream: socket.socket) -> bytes:
     head, _, body = received.partition(b"\r\n\r\n")
     length, named = (
         re.search(rb"Content-Length: (\d+)", head),
-        re.search(rb"KVStore-Request: \w{16}", head),
+        re.search(rb"KVStore-Request: \w{16}\r\n", head + b"\r\n"),
     )
     assert named, "a request without a name"
     while length and len(body) < int(length[1]):
         body += stream.recv(1 << 16)
-    return named[0] + b"\r\n"
+    return named[0]

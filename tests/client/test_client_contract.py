@@ -1,5 +1,7 @@
 """What every client promises, whichever way it reaches a store."""
 
+import contextlib
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -279,7 +281,48 @@ async def test_an_ended_epoch_is_told_as_the_reason(
     assert await client.advance_epoch(namespace.model) == 1
 
     assert (await client.match(chain)).reason is MissReason.OTHER_EPOCH
-    assert (await client.put(chain, payloads)).stored == 0
+    put = await client.put(chain, payloads)
+    assert (put.stored, put.present, put.dropped, put.reason) == (0, 0, 8, MissReason.OTHER_EPOCH)
+    assert client.client_stats().unavailable == 0
+
+
+@in_shared_memory
+async def test_a_commit_after_the_epochs_end_says_that_it_ended(
+    client: Face, namespace: Namespace, chain: PrefixChain
+) -> None:
+    async with await client.reserve(chain) as blocks:
+        assert len(blocks) == 8
+        await client.advance_epoch(namespace.model)
+    result = blocks.result
+    assert (result.stored, result.present, result.dropped) == (0, 0, 8)
+    assert (result.reason, result.doubtful) == (MissReason.OTHER_EPOCH, tuple(range(8)))
+    assert (await client.stats())["puts_blocks"]["dropped"] == 8
+
+    async with await client.reserve(chain) as blocks:
+        assert len(blocks) == 0
+    assert blocks.result.reason is MissReason.OTHER_EPOCH
+
+
+async def test_a_put_that_finds_no_room_says_so(client: Face, namespace: Namespace) -> None:
+    async with contextlib.AsyncExitStack() as kept:
+        for number in range(20):
+            more = dataclasses.replace(namespace, weights=f"w{number}")
+            await client.open_namespace(more)
+            chain = more.chain(range(4 * 200))
+            put = await client.put(chain, np.zeros((200, 64 << 10), np.uint8), timeout_s=5)
+            if put.dropped:
+                break
+            await kept.enter_async_context(await client.lease(chain))
+    assert put.reason is MissReason.NO_ROOM
+
+
+@pytest.mark.parametrize("model", ["\ud800", "é" * 4096])
+async def test_an_epoch_of_a_model_that_cannot_be_is_refused_before_it_is_sent(
+    client: Face, model: str
+) -> None:
+    with pytest.raises(InvalidRequest, match="model"):
+        await client.advance_epoch(model)
+    assert (await client.stats())["epochs"] == {}
 
 
 async def test_namespaces_are_listed_without_their_salts(client: Face, namespace: Namespace) -> None:

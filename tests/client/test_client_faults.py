@@ -153,6 +153,7 @@ async def test_a_copy_under_way_stops_when_the_connection_is_lost(
         assert may_go_on.wait(30)
 
     with monkeypatch.context() as patch:
+        patch.setattr("kvstore.transfer.GROUP_BYTES", 64 << 10)
         patch.setattr(checksum_module.np, "copyto", copyto)
         call = asyncio.ensure_future(getattr(face, verb)(chain, payloads))
         await asyncio.to_thread(began.wait, 30)

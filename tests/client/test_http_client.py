@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore import AsyncKVStore, KVStore, MissReason, PrefixChain, PutResult, Timeouts
+from kvstore import AsyncKVStore, ClientStats, KVStore, MissReason, PrefixChain, PutResult, Timeouts
 from kvstore.auth import Scope
 from kvstore.checksum import checksum
 from kvstore.errors import (
@@ -416,6 +416,7 @@ async def test_a_cancelled_call_ends_soon_and_leaves_the_buffers_alone(chain: Pr
                 await call
             assert time.monotonic() - began_s < 5
             ended.set()
+            assert client.client_stats() == ClientStats()  # it is no call that was not served
 
 
 async def test_closing_ends_calls_under_way_as_misses(chain: PrefixChain) -> None:

@@ -152,12 +152,13 @@ ANSWERS: dict[str, Answer] = {
     ),
     "ready_none": Ready(None, 0, (), TierNames.of([]), MissReason.TIMED_OUT),
     "lent": Lent((LentSlot(1, 4096, 5),), 1),
+    "lent_none": Lent((), 0, MissReason.OTHER_EPOCH),
     "report": Report(b"{}"),
     "presence": Presence(b"\x05\x80"),
     "leased": Leased(
         9, 30_000_000, 64, (ReadySlot(4096, 1, 2),), TierNames.of(["dram", "ssd"]), MissReason.EVICTED
     ),
-    "leased_none": Leased(None, 0, 0, (), TierNames.of(["ssd"]), None),
+    "leased_none": Leased(None, 0, 0, (), TierNames.of(["dram"]), None, MissReason.QUOTA),
     "renewed": Renewed(30_000_000),
     "seen": Seen(64, (ReadySlot(4096, 1, 2), ReadySlot(8192, 3, 4)), "dram"),
     "record_written": RecordWritten(RecordWrite(RecordOutcome.STORED, 2**53 - 1, RecordPlace.SSD)),
@@ -426,6 +427,17 @@ def test_a_request_that_names_a_block_twice_is_invalid() -> None:
 def test_a_body_above_the_limit_is_not_sent() -> None:
     with pytest.raises(ProtocolMismatch, match="limit"):
         encode_frame(1, 1, (bytes(MAX_BODY_BYTES),))
+
+
+def test_a_text_that_is_no_unicode_is_not_sent() -> None:
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        encode_message(AdvanceEpoch("\ud800"), 1)
+
+
+def test_a_text_that_is_no_unicode_is_not_taken() -> None:
+    whole = encode_message(AdvanceEpoch("model"), 1)
+    with pytest.raises(ProtocolMismatch):
+        decode_request(_frame(whole.replace(b"model", b"a\xed\xa0\x80b")))
 
 
 def test_a_request_with_the_most_keys_fits_and_one_more_is_refused() -> None:

@@ -1,5 +1,6 @@
 """Copies between arena and caller: what is checked after the copy, and when copying stops."""
 
+from collections.abc import Sequence
 from itertools import count
 
 import numpy as np
@@ -18,7 +19,7 @@ class FakeArena:
 
     def __init__(self) -> None:
         self.memory = bytearray(range(64))
-        self.generations = dict.fromkeys(range(0, 64, 8), 1)
+        self.generation_at = dict.fromkeys(range(0, 64, 8), 1)
 
     def slot(self, offset: int, length_bytes: int) -> memoryview:
         return memoryview(self.memory)[offset : offset + length_bytes]
@@ -26,8 +27,14 @@ class FakeArena:
     def slot_array(self, offset: int, length_bytes: int) -> npt.NDArray[np.uint8]:
         return np.frombuffer(self.memory, np.uint8)[offset : offset + length_bytes]
 
+    def slot_arrays(self, offsets: Sequence[int], length_bytes: int) -> list[npt.NDArray[np.uint8]]:
+        return [self.slot_array(offset, length_bytes) for offset in offsets]
+
     def generation(self, offset: int) -> int:
-        return self.generations[offset]
+        return self.generation_at[offset]
+
+    def generations(self, offsets: Sequence[int]) -> list[int]:
+        return [self.generation(offset) for offset in offsets]
 
 
 def _ready(arena: FakeArena, *offsets: int) -> list[ReadySlot]:
@@ -41,9 +48,33 @@ def _never() -> bool:
 def test_a_slot_that_changed_hands_during_the_copy_is_stale() -> None:
     arena = FakeArena()
     slots = _ready(arena, 0, 8, 16)
-    arena.generations[8] = 2
+    arena.generation_at[8] = 2
 
     assert read_slots(arena, slots, [np.zeros(8, np.uint8)] * 3, _never) == (1, ReadEnd.STALE)
+
+
+def test_what_came_whole_before_a_stale_slot_of_its_group_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.transfer.GROUP_BYTES", 32)
+    arena = FakeArena()
+    slots = _ready(arena, 0, 8, 16, 24, 32, 40, 48)
+    arena.generation_at[48] = 2
+    buffers = [np.zeros(8, np.uint8) for _ in slots]
+
+    assert read_slots(arena, slots, buffers, _never) == (6, ReadEnd.STALE)
+    assert bytes(b"".join(buffers[:6])) == arena.memory[:48]
+
+
+def test_writing_goes_group_by_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.transfer.GROUP_BYTES", 16)
+    arena = FakeArena()
+    slots = [LentSlot(at, 8 * at, 1) for at in range(5)]
+    payloads = [np.full(8, 100 + at, np.uint8) for at in range(5)]
+
+    written = write_slots(arena, slots, payloads, _never)
+
+    assert [(slot.position, slot.offset) for slot in written] == [(at, 8 * at) for at in range(5)]
+    assert [slot.checksum for slot in written] == [checksum(payload) for payload in payloads]
+    assert arena.memory[:40] == b"".join(payloads)
 
 
 def test_a_slot_with_other_bytes_is_damaged() -> None:
@@ -54,7 +85,8 @@ def test_a_slot_with_other_bytes_is_damaged() -> None:
     assert read_slots(arena, slots, [np.zeros(8, np.uint8)] * 2, _never) == (1, ReadEnd.DAMAGED)
 
 
-def test_reading_stops_before_the_next_block_when_told() -> None:
+def test_reading_stops_before_the_next_group_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.transfer.GROUP_BYTES", 8)
     arena = FakeArena()
     asked = count()
 
@@ -65,7 +97,7 @@ def test_reading_stops_before_the_next_block_when_told() -> None:
 
 def test_a_lent_slot_in_another_generation_is_not_written() -> None:
     arena = FakeArena()
-    arena.generations[8] = 2
+    arena.generation_at[8] = 2
     before = bytes(arena.memory[8:])
 
     written = write_slots(
@@ -101,14 +133,14 @@ def test_a_stale_writers_late_store_gets_no_valid_checksum(monkeypatch: pytest.M
 
 
 class WideArena(FakeArena):
-    """One slot of 4 MiB; it changes hands when its generation is looked at for the third time."""
+    """One slot of 4 MiB; it changes hands when its generation is looked at for the fourth time."""
 
     def __init__(self) -> None:
         self.memory = bytearray(4 << 20)
         self.looked = count(1)
 
     def generation(self, offset: int) -> int:
-        return 1 if next(self.looked) < 3 else 2
+        return 1 if next(self.looked) < 4 else 2
 
 
 def test_writing_stops_inside_a_block_that_changes_hands() -> None:
@@ -123,7 +155,7 @@ def test_writing_stops_inside_a_block_when_told() -> None:
     arena = WideArena()
 
     assert (
-        write_slots(arena, [LentSlot(0, 0, 1)], [np.full(4 << 20, 9, np.uint8)], lambda: next(asked) == 1)
+        write_slots(arena, [LentSlot(0, 0, 1)], [np.full(4 << 20, 9, np.uint8)], lambda: next(asked) == 2)
         == []
     )
     assert arena.memory.count(9) == SOURCE_STEP_BYTES

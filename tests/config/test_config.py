@@ -124,6 +124,10 @@ def test_a_wrong_name_is_refused_with_the_nearest_one(tmp_path: Path, text: str,
         ("tiers.dram", "lock_memory", '"yes"', "true or false"),
         ("store", "timeout_s", "nan", "0.001 to 60"),
         ("store", "timeout_s", "inf", "0.001 to 60"),
+        ("store", "timeout_s", "1" + "0" * 400, "0.001 to 60"),
+        ("store", "timeout_s", "0x" + "f" * 5000, "is a whole number of 20000 bits"),
+        ("server", "max_connections", "1" + "0" * 400, "is a whole number of 1329 bits"),
+        ("tiers.dram", "capacity_bytes", "1" + "0" * 400, "1MiB"),
         ("store", "timeout_s", "0", "0.001 to 60"),
         ("store", "timeout_s", '"1s"', "0.001 to 60"),
         ("store", "high_water_ratio", "1.5", "0.01 to 1"),
@@ -178,7 +182,9 @@ def test_values_that_do_not_fit_together_are_refused(tmp_path: Path, text: str, 
     assert expected in _refusal(tmp_path, text)
 
 
-@pytest.mark.parametrize("data", [b"[store", b"\xff\xfe", b"a = 1\na = 2", b"x=" + b"[" * 5000])
+@pytest.mark.parametrize(
+    "data", [b"[store", b"\xff\xfe", b"a = 1\na = 2", b"x=" + b"[" * 5000, b"x=" + b"1" * 5000]
+)
 def test_a_file_that_is_not_toml_is_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "kvstore.toml"
     path.write_bytes(data)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from kvstore.epoch_file import EpochFile
-from kvstore.errors import CorruptBlock, TierUnavailable
+from kvstore.errors import CorruptBlock, InvalidRequest, TierUnavailable
 from kvstore.miss import MissReason
 from kvstore.results import first_difference
 from kvstore.state import WriteMode
@@ -411,6 +411,20 @@ async def test_a_node_knows_the_epochs_of_others_before_it_serves(tmp_path):
 
     async with running(remote, epoch_file=file) as other:
         assert other.manager.epoch("m") == 2
+
+
+@pytest.mark.parametrize("model", ["\ud800", "a\udfff", "é" * 4096, "x" * 4097])
+async def test_no_epoch_is_kept_of_a_model_that_no_namespace_can_name(tmp_path, model):
+    file = EpochFile([tmp_path / "epochs"])
+    remote = GatedTier("remote", is_shared=True)
+    async with running(remote, epoch_file=file) as store:
+        with pytest.raises(InvalidRequest, match="model"):
+            await store.manager.advance_epoch(model)
+        assert store.manager.stats()["epochs"] == {}
+
+    file.write({model: 3, "m": 1})  # an earlier version kept it
+    async with running(remote, epoch_file=file) as again:
+        assert again.manager.stats()["epochs"] == {"m": 1}
 
 
 def test_a_folder_that_cannot_be_read_has_no_say_in_the_epochs(tmp_path):

@@ -79,3 +79,17 @@ def test_the_report_sums_the_kinds_and_names_what_was_skipped():
     assert found["faults"]["two"]["skipped"] == "no Redis"
     assert "A PROMISE WAS BROKEN" in report_table(report)
     assert "skipped two: no Redis" in report_table(report)
+    assert (found["kinds_tried"], found["kinds_skipped"]) == (1, 1)
+
+
+def test_the_last_line_does_not_speak_for_kinds_that_were_skipped():
+    report = DrillReport(7)
+    report.faults["one"] = KindReport(skipped="no time left")
+    assert "nothing was tried, 1 kinds of fault skipped" in report_table(report).splitlines()[-1]
+
+    report.faults["two"] = KindReport(tries=3)
+    last = report_table(report).splitlines()[-1]
+    assert "every promise was kept in the 1 kinds of fault tried, 1 skipped" in last
+
+    del report.faults["one"]
+    assert "every promise was kept in all 1 kinds of fault" in report_table(report).splitlines()[-1]

@@ -1,10 +1,22 @@
 """Many blocks in one request over HTTP: store and fetch, and how they end early."""
 
+import json
+
 import pytest
 
 from kvstore.checksum import checksum
 from kvstore.http import Limits
-from tests.http.http_store import BLOCK_BYTES, framed, hex_keys, http_store, long_chain, payload, sum_text
+from tests.http.http_store import (
+    BLOCK_BYTES,
+    SPACE,
+    framed,
+    hex_keys,
+    http_store,
+    long_chain,
+    payload,
+    sum_text,
+)
+from tests.http.raw_client import RawClient, head, until
 
 
 async def test_a_batch_comes_back_as_it_was_stored(client):
@@ -12,7 +24,7 @@ async def test_a_batch_comes_back_as_it_was_stored(client):
     stored = await client.store(chain, checksums=[sum_text(payload(key)) for key in chain.keys])
     head, payloads = await client.fetch(chain)
 
-    assert stored.json == {"stored": 5, "present": 0, "dropped": 0, "doubtful": []}
+    assert stored.json == {"stored": 5, "present": 0, "dropped": 0, "doubtful": [], "reason": None}
     assert payloads == [payload(key) for key in chain.keys]
     assert head == {
         "blocks": 5,
@@ -49,7 +61,7 @@ async def test_a_store_leaves_what_is_there_as_it_is(client):
 
     again = await client.store(chain)
 
-    assert again.json == {"stored": 2, "present": 4, "dropped": 0, "doubtful": []}
+    assert again.json == {"stored": 2, "present": 4, "dropped": 0, "doubtful": [], "reason": None}
     assert (await client.fetch(chain))[1] == [payload(key) for key in chain.keys]
 
 
@@ -79,7 +91,13 @@ async def test_a_store_without_room_says_which_blocks_are_not_stored():
 
         stored = await client.store(chain, timeout_s=0)
 
-        assert stored.json == {"stored": 50, "present": 0, "dropped": 100, "doubtful": list(range(50, 150))}
+        assert stored.json == {
+            "stored": 50,
+            "present": 0,
+            "dropped": 100,
+            "doubtful": list(range(50, 150)),
+            "reason": "no_room",
+        }
         assert (await client.fetch(chain))[0]["blocks"] == 50
 
 
@@ -189,3 +207,20 @@ def _spoil(store, data):
             slot[100] ^= 1
             return
     raise AssertionError("no slot holds these bytes")
+
+
+async def test_a_store_into_an_epoch_that_ends_meanwhile_says_so(store, client):
+    chain = long_chain(2)
+    head_bytes = framed({"namespace": chain.namespace.hex(), "keys": hex_keys(chain)})
+    body = b"".join(map(payload, chain.keys))
+    async with RawClient.connected(store.face) as raw:
+        await raw.say(head("POST", "/v1/store", Content_Length=len(head_bytes) + len(body)))
+        await raw.say(head_bytes + body[:100])
+        await until(lambda: store.dram.used_bytes > 0)
+        await client.post("/v1/admin/epoch", model=SPACE.model)
+        await raw.say(body[100:])
+        status, answer = await raw.hear_answer()
+    said = json.loads(answer)
+    assert (status, said["stored"], said["present"], said["dropped"]) == (200, 0, 0, 2)
+    assert (said["reason"], said["doubtful"]) == ("other_epoch", [0, 1])
+    assert (await client.store(chain)).json["reason"] == "other_epoch"

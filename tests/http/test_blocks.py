@@ -15,7 +15,10 @@ async def test_a_block_comes_back_as_it_was_put(client):
     put = await client.put_block(CHAIN)
     got = await client.get_block(CHAIN)
 
-    assert (put.status, put.json) == (201, {"stored": 1, "present": 0, "dropped": 0, "doubtful": []})
+    assert (put.status, put.json) == (
+        201,
+        {"stored": 1, "present": 0, "dropped": 0, "doubtful": [], "reason": None},
+    )
     assert (got.status, got.body) == (200, payload(CHAIN.keys[0]))
     assert got.headers["KVStore-Checksum"] == sum_text(got.body) == put.headers["KVStore-Checksum"]
     assert got.headers["KVStore-Origin"] == "dram"
@@ -39,7 +42,10 @@ async def test_a_block_that_is_there_is_not_stored_again(client):
     await client.put_block(CHAIN)
     again = await client.put_block(CHAIN)
 
-    assert (again.status, again.json) == (200, {"stored": 0, "present": 1, "dropped": 0, "doubtful": []})
+    assert (again.status, again.json) == (
+        200,
+        {"stored": 0, "present": 1, "dropped": 0, "doubtful": [], "reason": None},
+    )
 
 
 async def test_a_miss_says_why(client):
@@ -148,7 +154,10 @@ async def test_a_put_that_finds_no_room_is_dropped_and_says_so():
         ).json
 
         put = await client.ask("PUT", client.block_path(second, timeout_s=0), data=payload(second.keys[0]))
-        assert (put.status, put.json) == (200, {"stored": 0, "present": 0, "dropped": 1, "doubtful": [0]})
+        assert (put.status, put.json) == (
+            200,
+            {"stored": 0, "present": 0, "dropped": 1, "doubtful": [0], "reason": "no_room"},
+        )
 
         assert (await client.ask("DELETE", f"/v1/leases/{lease['lease']}")).status == 200
         assert (await client.put_block(second)).status == 201

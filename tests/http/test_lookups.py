@@ -1,14 +1,10 @@
 """Lookups, leases and the store's own state over HTTP."""
 
-import asyncio
 import io
 from dataclasses import replace
 
 import pytest
 
-from kvstore.auth import Identity
-from kvstore.http import Limits
-from kvstore.http.callers import Caller, Callers
 from kvstore.http.routes import ROUTES
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
@@ -18,7 +14,6 @@ from tests.http.http_store import (
     LAYOUT,
     SPACE,
     hex_keys,
-    http_store,
     layout_fields,
     long_chain,
 )
@@ -152,46 +147,6 @@ async def test_why_reports_on_every_block(client):
     assert blocks[0]["tiers"] == ["dram"]
 
 
-async def test_a_lease_keeps_its_blocks_until_it_is_ended(store, client):
-    await client.store(CHAIN)
-    lease = (await client.post("/v1/leases", **ABOUT)).json
-    assert (lease["blocks"], lease["reason"], lease["lease_s"]) == (4, None, 30.0)
-    assert (await client.ask("DELETE", client.block_path(CHAIN))).json == {"dropped": 0}
-
-    path = f"/v1/leases/{lease['lease']}"
-    assert (await client.ask("DELETE", path)).json == {"released": True}
-    again = await client.ask("DELETE", path)
-    assert (again.status, again.code) == (404, "unknown_lease")
-    assert (await client.ask("DELETE", client.block_path(CHAIN))).json == {"dropped": 1}
-
-
-async def test_a_lease_ends_by_itself(store, client):
-    await client.store(CHAIN)
-    lease = (await client.post("/v1/match", **ABOUT, lease=True, lease_s=0.01)).json
-    assert lease["lease_s"] == 0.01
-    for _ in range(1000):
-        if not store.manager.stats()["live_leases"]:
-            break
-        await asyncio.sleep(0.01)
-    assert store.manager.stats()["live_leases"] == 0
-    assert (await client.ask("DELETE", f"/v1/leases/{lease['lease']}")).code == "unknown_lease"
-
-
-async def test_a_lease_of_nothing_is_none(client):
-    assert (await client.post("/v1/leases", **ABOUT)).json["lease"] is None
-
-
-async def test_a_caller_has_only_so_many_leases():
-    async with http_store(limits=Limits(max_leases=2)) as store, store.client() as client:
-        await client.open()
-        await client.store(CHAIN)
-        answers = [await client.post("/v1/leases", **ABOUT) for _ in range(3)]
-        assert [answer.status for answer in answers] == [200, 200, 429]
-        assert answers[2].code == "too_many_requests"
-        await client.ask("DELETE", f"/v1/leases/{answers[0].json['lease']}")
-        assert (await client.post("/v1/leases", **ABOUT)).status == 200
-
-
 async def test_every_route_about_blocks_answers_an_unopened_namespace_alike(client):
     elsewhere = {"namespace": "0" * 64, "keys": ABOUT["keys"]}
     bodies = set()
@@ -205,6 +160,36 @@ async def test_every_route_about_blocks_answers_an_unopened_namespace_alike(clie
         assert answer.status == 404, route.path
         bodies.add(answer.body)
     assert len(bodies) == 1
+
+
+def text_members(schema, path=()):
+    """Where in a body a text may be."""
+    for name, member in schema.get("properties", {}).items():
+        if member["type"] == "string":
+            yield (*path, name)
+        elif member["type"] == "object":
+            yield from text_members(member, (*path, name))
+        elif member["type"] == "array" and member["items"]["type"] == "string":
+            yield (*path, name, 0)
+
+
+async def test_half_of_a_surrogate_pair_is_refused_in_every_text(store, client):
+    whole = {**ABOUT, "model": "m", "layout": layout_fields()}
+    for route in ROUTES:
+        for path in text_members(route.body or {}):
+            body = {name: value for name, value in whole.items() if name in route.body["properties"]}
+            at = body
+            for name in path[:-1]:
+                at[name] = at = list(at[name]) if isinstance(at.get(name), list) else dict(at.get(name) or {})
+            at[path[-1]] = "\ud800"
+            answer = await client.post(route.path, **body)
+            assert (answer.status, answer.code) == (400, "bad_request"), (route.path, path)
+    assert store.manager.stats()["epochs"] == {}
+    assert [space.model for space in store.manager.namespaces()] == ["m"]
+
+
+async def test_an_epoch_of_a_name_that_is_too_long_is_refused(client):
+    assert (await client.post("/v1/admin/epoch", model="é" * 4096)).code == "bad_request"
 
 
 async def test_the_operator_says_who_it_is(client):
@@ -274,29 +259,6 @@ async def test_what_there_is_not_is_said(client, method, path, status, code):
     assert answer.headers.get("Allow") == {"/v1/match": "POST", "/healthz": "GET, HEAD"}.get(
         path if status == 405 else ""
     )
-
-
-async def test_callers_that_have_nothing_are_forgotten_first(store, monkeypatch):
-    monkeypatch.setattr("kvstore.http.callers.MAX_CALLERS", 2)
-    callers = Callers(store.manager, Limits(), clock=lambda: 0.0)
-    first, second = (Identity(name, name, frozenset(), b"s") for name in ("first", "second"))
-    kept: Caller = callers.get(first)
-    with kept.request():
-        idle = callers.get(second)
-        callers.get(Identity("third", "third", frozenset(), b"s"))
-        assert callers.get(first) is kept
-        assert callers.get(second) is not idle
-    callers.end()
-
-
-async def test_a_name_that_changes_its_tenant_has_nothing_of_the_former(store, client):
-    callers = Callers(store.manager, Limits(), clock=lambda: 0.0)
-    before = callers.get(Identity("name", "a", frozenset(), b"s"))
-    before.owner()
-    after = callers.get(Identity("name", "b", frozenset(), b"t"))
-    assert after is not before
-    assert store.manager.stats()["owners"] == 0
-    callers.end()
 
 
 async def test_naming_parts_that_hold_nothing_costs_no_memory(store, client):

@@ -28,7 +28,8 @@ def test_of_many_processes_one_wins_each_version(tmp_path: Path, redis: RedisSer
         for store in stores:
             store.start()
         with KVStore.connect(stores[0].socket_path, timeout_s=20) as client:
-            client.put_record("c", "n", b"0")
+            first = client.put_record("c", "n", b"0")
+            assert first.is_stored, first
             workers = [
                 subprocess.Popen(
                     [sys.executable, "-m", "tests.records.counting_worker", path, str(TIMES)],

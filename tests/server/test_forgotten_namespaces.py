@@ -8,7 +8,7 @@ import pytest
 
 from kvstore import AsyncKVStore, KVLayout, KVStore, MissReason, Namespace, Timeouts
 from kvstore.config import Config
-from kvstore.errors import InvalidRequest, KVStoreError, NamespaceNotOpen
+from kvstore.errors import InvalidRequest, KVStoreError, NamespaceNotOpen, RejectedRequest
 from kvstore.messages import Failed, FailureCode
 from kvstore.running import serving
 from kvstore.server import StoreServer
@@ -86,7 +86,9 @@ def test_every_failure_comes_back_as_the_error_it_was(code: FailureCode) -> None
     error = Failed(code, "why").to_error()
 
     assert isinstance(error, KVStoreError)
-    if code is not FailureCode.INTERNAL:
+    if code is FailureCode.INVALID_LAYOUT:  # to a client, what the server calls invalid is one
+        assert isinstance(error, RejectedRequest)
+    elif code is not FailureCode.INTERNAL:
         assert Failed.of(error).code is code
 
 

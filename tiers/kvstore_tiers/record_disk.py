@@ -134,6 +134,8 @@ class RecordDisk:
                 for change in changes:
                     record = change.record
                     if record is None:
+                        if change.entry not in (None, transaction.get(change.key, db=self._entries)):
+                            continue  # another record took its place
                         transaction.delete(change.key, db=self._entries)
                         transaction.delete(change.key, db=self._bodies)
                     else:

@@ -5,10 +5,12 @@ commit runs share the next one. So a kill at any point leaves each block either 
 answered OK is found after a restart.
 
 Slots. A slot is given back only when the delete or the replacement of its record was tried and no read of it
-is under way. Where that commit failed, the stale record loses at the next start to the newer one over the
-same bytes, or its checksum fails. A copy that read back wrong is forgotten and its slot stays out of use
-until a restart; so does the slot of a copy whose commit failed, until a later commit has made sure that no
-record of it is there. What the disk holds is never more than the slab and the index, both preallocated.
+is under way. Where that commit failed, it is tried again with each later one (see ssd_repairs); if none
+succeeds before the end, the stale record loses at the next start to the newer one over the same bytes, or its
+checksum fails, or it brings back a whole copy that was dropped. A copy that read back wrong is forgotten and
+its slot stays out of use until a restart; so does the slot of a copy whose commit failed, until a later
+commit has made sure that no record of it is there. What the disk holds is never more than the slab and the
+index, both preallocated.
 
 Budget. With a limit of bytes per day (see write_budget) what is left of it is stored by the commit of each
 write, so that no restart renews it.
@@ -63,6 +65,7 @@ from kvstore_tiers.ssd_copies import Copies, Copy, Numbers
 from kvstore_tiers.ssd_index import map_size_bytes, max_records
 from kvstore_tiers.ssd_opening import Opened, Opening
 from kvstore_tiers.ssd_record import Change, IndexRecord
+from kvstore_tiers.ssd_repairs import Repairs
 from kvstore_tiers.ssd_store import CommitOutcome, SsdStore
 from kvstore_tiers.write_budget import WriteBudget
 
@@ -115,13 +118,16 @@ class SsdTier:
         self._not_open = "not open"
         self._copies = Copies()
         self._numbers = numbers or Numbers()
-        self._doubtful: list[IndexRecord] = []
+        self._repairs = Repairs(
+            visible=lambda name: self._copies.get(name), free=lambda record: self._slots.free([record.offset])
+        )
         self._num_foreign = 0
         self._index_changes = GroupCommits(
             f"{name}: folder {folder}",
             self._commits,
             commit=self._commit_now,
             renewals=lambda limit: self._copies.take_renewals(limit),
+            repairs=self._repairs,
             interval_s=renew_interval_s,
         )
         self._turns = DiskTurns(clock)
@@ -228,7 +234,8 @@ class SsdTier:
         store, self._store = self._store, None
         closing: asyncio.Task[None] | None = None
         if store is not None and is_done:
-            changes = [*self._copies.take_renewals(self._copies.num_unrenewed), *self._budget_note()]
+            renewals = self._copies.take_renewals(self._copies.num_unrenewed)
+            changes = [*self._repairs.changes(), *renewals, *self._budget_note()]
             closing = asyncio.create_task(self._commits.run(lambda: store.close(changes)))
             await asyncio.wait([closing], timeout=until_s - asyncio.get_running_loop().time())
             is_done = closing.done()
@@ -356,7 +363,7 @@ class SsdTier:
 
     def _take(self, opened: Opened) -> None:
         self._store, self._copies, self._slots = opened.store, opened.copies, opened.slots
-        self._doubtful.clear()
+        self._repairs.clear()
         self._num_foreign = opened.store.num_foreign
         self._numbers.learn(opened.highest_number)
         if opened.budget_left_bytes is not None:
@@ -445,7 +452,7 @@ class SsdTier:
             *(self._name, self._folder, copy.record.offset),
         )
         if self._copies.hide(copy):
-            await self._index_changes.commit([Change.delete(copy.record)])
+            await self._delete([copy])
 
     # Writing
 
@@ -490,15 +497,12 @@ class SsdTier:
         if not written:
             return []
         changes = [Change.store(record) for _, record in written]
-        doubtful, self._doubtful = self._doubtful, []
-        repairs = [self._repair(record) for record in doubtful]
-        outcomes = await self._index_changes.commit([*changes, *repairs, *self._budget_note()])
-        self._end_doubts(doubtful, outcomes[len(changes) :])
+        outcomes = await self._index_changes.commit([*changes, *self._budget_note()])
         replaced: list[Copy] = []
         for (index, record), outcome in zip(written, outcomes, strict=False):
             statuses[index] = outcome.status
             if outcome.status is WriteStatus.UNAVAILABLE:
-                self._doubtful.append(record)
+                self._repairs.note_stored(record)
                 continue
             if outcome.status is not WriteStatus.OK:
                 self._slots.free([record.offset])
@@ -510,24 +514,20 @@ class SsdTier:
             await self._give_back(copy)
         return outcomes[: len(written)]
 
-    def _repair(self, doubtful: IndexRecord) -> Change:
-        """Undo a record whose commit failed, in case it is there."""
-        copy = self._copies.get(doubtful.header.block.storage_key)
-        return Change.delete(doubtful) if copy is None else Change.restore(copy.record, instead_of=doubtful)
-
-    def _end_doubts(self, doubtful: Sequence[IndexRecord], outcomes: Sequence[CommitOutcome]) -> None:
-        for record, outcome in zip(doubtful, outcomes, strict=False):
-            if outcome.status is WriteStatus.OK:
-                self._slots.free([record.offset])
-            else:
-                self._doubtful.append(record)
-
     # Forgetting
 
     async def _drop(self, copies: Sequence[Copy]) -> None:
-        await self._index_changes.commit([Change.delete(copy.record) for copy in copies])
+        await self._delete(copies)
         for copy in copies:
             await self._give_back(copy)
+
+    async def _delete(self, copies: Sequence[Copy]) -> None:
+        """Delete the records of hidden copies; where that fails, soon and with each commit that follows."""
+        outcomes = await self._index_changes.commit([Change.delete(copy.record) for copy in copies])
+        for copy, outcome in zip(copies, outcomes, strict=True):
+            if outcome.status is not WriteStatus.OK:
+                self._repairs.note_undeleted(copy.record)
+                self._index_changes.soon()
 
     async def _give_back(self, copy: Copy) -> None:
         """Free the slot of a hidden copy, when the last read of it has ended."""

@@ -1,8 +1,9 @@
 """GroupCommits: index changes of one ssd folder, committed together with those of whoever else waits.
 
 Also every use of a copy reaches the disk through here, a bounded number with each commit and from time to
-time by itself: a kill costs the recency of the last seconds, and a busy reader costs the disk little. A
-commit of nothing changes nothing; the store takes the occasion to look after its files.
+time by itself: a kill costs the recency of the last seconds, and a busy reader costs the disk little. So do
+the repairs of what an earlier commit failed to do. A commit of nothing changes nothing; the store takes the
+occasion to look after its files.
 """
 
 import asyncio
@@ -13,12 +14,14 @@ from collections.abc import Callable, Sequence
 from kvstore.tier import WriteStatus
 from kvstore_tiers.jobs import Abandoned, Jobs
 from kvstore_tiers.ssd_record import Change
+from kvstore_tiers.ssd_repairs import Repairs
 from kvstore_tiers.ssd_store import CommitOutcome
 
 _log = logging.getLogger(__name__)
 
 _RENEWALS_PER_COMMIT = 256
 _RENEWALS_PER_INTERVAL = 1024
+_REPAIRS_PER_COMMIT = 256
 
 
 class GroupCommits:
@@ -31,12 +34,14 @@ class GroupCommits:
         *,
         commit: Callable[[Sequence[Change]], list[CommitOutcome]],
         renewals: Callable[[int], list[Change]],
+        repairs: Repairs,
         interval_s: float,
     ) -> None:
         self._where = where
         self._jobs = jobs
         self._commit = commit
         self._renewals = renewals
+        self._repairs = repairs
         self._interval_s = interval_s
         self._waiting: list[tuple[list[Change], asyncio.Future[list[CommitOutcome]]]] = []
         self._committer: asyncio.Task[None] | None = None
@@ -71,7 +76,10 @@ class GroupCommits:
         while self._waiting:
             batch, self._waiting = self._waiting, []
             changes = [change for part, _ in batch for change in part]
-            outcomes = await self._run([*changes, *self._renewals(_RENEWALS_PER_COMMIT)])
+            # Behind the changes: they undo what is older than those.
+            repairs = self._repairs.take(_REPAIRS_PER_COMMIT)
+            outcomes = await self._run([*changes, *repairs, *self._renewals(_RENEWALS_PER_COMMIT)])
+            self._repairs.end(outcomes[len(changes) : len(changes) + len(repairs)])
             position = 0
             for part, future in batch:
                 if not future.done():
