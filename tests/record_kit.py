@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvstore.record_copies import RecordCopies
 from kvstore.record_store import RecordStore
 from kvstore.record_truth import LocalTruth, RecordTruth
 from kvstore.records import MAX_TTL_S, TOKEN_BYTES, RecordKey, RecordLookup, RecordPut, RecordWrite
@@ -116,9 +117,11 @@ class Kit:
         )
 
     def truth(self, name: str = "a") -> RecordTruth:
-        codec = self.codec()
-        rest = (self.local(name), codec, self.capacity_bytes, self.quota_bytes, self.clock, self.wall)
-        return SharedTruth(self.remote(), *rest) if self.redis_url else LocalTruth(*rest)
+        codec, local, clocks = self.codec(), self.local(name), (self.clock, self.wall)
+        if not self.redis_url:
+            return LocalTruth(local, codec, self.capacity_bytes, self.quota_bytes, *clocks)
+        copies = RecordCopies(local, self.capacity_bytes, *clocks)
+        return SharedTruth(self.remote(), copies, codec, self.quota_bytes, *clocks)
 
     def store(self, name: str = "a") -> "Store":
         return Store(self.truth(name), self.clock)

@@ -12,7 +12,7 @@ from kvstore.records import RecordAbsence, RecordKey, RecordOutcome, RecordPlace
 from kvstore.tenant import tenant_of
 from kvstore_tiers.record_format import charge_bytes, record_id
 from kvstore_tiers.record_remote import RIGHTS
-from kvstore_tiers.record_remote_session import COPY_LIFE_S, SharedNames, head_or_none
+from kvstore_tiers.record_shared import COPY_LIFE_S, SharedNames, head_or_none
 from tests.record_kit import ANN, BOB, MIB, Kit, Store
 from tests.redis_cluster import RedisCluster
 from tests.redis_sentinel import MASTER, RedisSentinels
@@ -174,7 +174,7 @@ async def test_what_others_dropped_or_changed_leaves_the_copies(
     kit.clock.moved_s += 601
     while True:
         await one.truth.sweep()
-        if one.truth.local.find(tenant_of(ANN) + record_id(RecordKey("c", "changed", ANN))) is None:
+        if one.truth.copies.local.find(tenant_of(ANN) + record_id(RecordKey("c", "changed", ANN))) is None:
             break
     redis.kill()
 
@@ -200,8 +200,8 @@ async def test_what_was_read_from_redis_is_copied_too(pair: tuple[Store, Store],
     one, other = pair
     await one.set("n", b"1")
     assert await other.value("n") == b"1"
-    while other.truth._keeping:
-        await asyncio.wait(set(other.truth._keeping))
+    while other.truth.copies._keeping:
+        await asyncio.wait(set(other.truth.copies._keeping))
     redis.kill()
 
     assert (await other.look("n", timeout_s=SHORT_S)).record.value == b"1"
@@ -485,7 +485,7 @@ async def test_erasing_a_tenant_removes_its_records_everywhere(tmp_path: Path, r
         for store in (one, other):
             assert (await store.look("n0")).record is None
             assert await store.listed() == []
-            assert len(store.truth.local) <= 1
+            assert len(store.truth.copies.local) <= 1
         assert await other.value("n", salt=BOB) == b"bobs"
         assert (await one.set("n0", b"new", 0)).is_stored
         assert await other.value("n0") == b"new"

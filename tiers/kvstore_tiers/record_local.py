@@ -45,17 +45,13 @@ class Kept(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class LocalRecord:
-    """What is known of a record: all but its body, which is given only where it is not on disk.
-
-    ``is_damaged``: it was read and counted as damaged.
-    """
+    """What is known of a record: all but its body, which is given only where it is not on disk."""
 
     key: bytes
     head: RecordHead
     name: bytes
     deadline_s: float
     body: bytes | None = None
-    is_damaged: bool = False
 
     @property
     def tenant(self) -> TenantId:
