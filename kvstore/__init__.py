@@ -9,6 +9,15 @@ from kvstore.held import AsyncLease, AsyncReservation, Lease, LeasedMatch, Reser
 from kvstore.keys import BlockKey, Namespace, PrefixChain
 from kvstore.layout import KVLayout, Part
 from kvstore.miss import MissReason
+from kvstore.records import (
+    Record,
+    RecordAbsence,
+    RecordInfo,
+    RecordLookup,
+    RecordOutcome,
+    RecordPlace,
+    RecordWrite,
+)
 from kvstore.results import EraseReport, PrefixMatch, PutResult
 
 __version__ = "0.1.0"
@@ -32,6 +41,13 @@ __all__ = [
     "PrefixChain",
     "PrefixMatch",
     "PutResult",
+    "Record",
+    "RecordAbsence",
+    "RecordInfo",
+    "RecordLookup",
+    "RecordOutcome",
+    "RecordPlace",
+    "RecordWrite",
     "Reservation",
     "Timeouts",
     "WritableBlock",

@@ -4,7 +4,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from kvstore.config import Config, RemoteConfig, SsdConfig
 from kvstore.epoch_file import EpochFile
@@ -12,23 +13,32 @@ from kvstore.erasing import Encryption
 from kvstore.errors import InvalidConfig
 from kvstore.manager import BlockManager
 from kvstore.policy import policy_named
+from kvstore.record_store import RecordStore
+from kvstore.record_truth import LocalTruth, RecordTruth
 from kvstore.state import ManagerSettings, WriteMode
 from kvstore.tier import Tier
 from kvstore_tiers.dram import DramTier
+from kvstore_tiers.record_codec import PlainCodec, RecordCodec
+from kvstore_tiers.record_local import LocalRecords
+
+if TYPE_CHECKING:
+    from kvstore_tiers.record_remote import RemoteRecords
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A manager and its top tier, whose arena the server shares with clients."""
+    """A manager and its top tier, whose arena the server shares with clients; and the records beside them."""
 
     manager: BlockManager
     dram: DramTier
+    records: RecordStore
 
 
 def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> Store:
-    """Build a store that is not open yet: ``await store.manager.open()`` opens its tiers.
+    """Build a store that is not open yet: ``await store.manager.open()`` opens its tiers, then
+    ``await store.records.open()`` its records.
 
     Blocks on the files of secrets that the configuration names.
 
@@ -54,6 +64,9 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
 
         masters = config.encryption.read_keys()
         lower, encryption = seal(masters, dram, lower, folders=folders, clock=clock)
+    records = _records(config, encryption, clock)
+    if encryption is not None:
+        encryption = replace(encryption, records=records)
     _warn_of_exposed_secrets(config)
     settings = ManagerSettings(
         timeout_s=config.store.timeout_s,
@@ -76,7 +89,7 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
         encryption=encryption,
         clock=clock,
     )
-    return Store(manager, dram)
+    return Store(manager, dram, records)
 
 
 def _warn_of_exposed_secrets(config: Config) -> None:
@@ -87,6 +100,67 @@ def _warn_of_exposed_secrets(config: Config) -> None:
     for key, place in places.items():
         if place is not None and place.is_readable_by_others:
             logger.warning("%s: %s: others may read it: chmod 600 %s", key, place, place.file)
+
+
+def _records(config: Config, encryption: Encryption | None, clock: Callable[[], float]) -> RecordStore:
+    capacity_bytes = config.store.records_bytes
+    if not capacity_bytes:
+        return RecordStore(None, clock=clock)
+    codec: RecordCodec = PlainCodec()
+    if encryption is not None:
+        # Only a store with encryption needs its package, which is here by now.
+        from kvstore_tiers.record_sealing import SealedCodec
+
+        codec = SealedCodec(encryption.vault)
+    local = _local_records(config, codec, clock)
+    quota_bytes = int(capacity_bytes * config.store.namespace_quota_ratio)
+    truth: RecordTruth
+    if config.remote is None:
+        truth = LocalTruth(local, codec, capacity_bytes, quota_bytes, clock)
+    else:
+        # Only a store with a remote tier needs its package, which is here by now.
+        from kvstore.shared_truth import SharedTruth
+
+        remote = _remote_records(config.remote, clock)
+        truth = SharedTruth(remote, local, codec, capacity_bytes, quota_bytes, clock)
+    return RecordStore(truth, clock=clock)
+
+
+def _remote_records(config: RemoteConfig, clock: Callable[[], float]) -> "RemoteRecords":
+    from kvstore_tiers.record_remote import RemoteRecords
+    from kvstore_tiers.remote_tls import TlsFolder
+
+    return RemoteRecords(
+        config.url,
+        user=config.username or "",
+        password=config.read_password() or "",
+        sentinel_master=config.sentinel_master,
+        key_prefix=config.key_prefix,
+        timeout_s=config.timeout_s,
+        num_connections=config.num_connections,
+        breaker_backoff_s=config.breaker_backoff_s,
+        breaker_backoff_max_s=config.breaker_backoff_max_s,
+        tls=TlsFolder(config.tls_folder),
+        clock=clock,
+    )
+
+
+def _local_records(config: Config, codec: RecordCodec, clock: Callable[[], float]) -> LocalRecords:
+    capacity_bytes, ssd = config.store.records_bytes, config.ssd
+    if ssd is None:
+        return LocalRecords(None, capacity_bytes=capacity_bytes, clock=clock, wall_s=time.time)
+    with _packages_of(ssd.section):
+        # Only a store with such a tier needs its package.
+        from kvstore_tiers.record_disk import RecordDisk
+
+    folder = ssd.path[0] / "records"
+    return LocalRecords(
+        lambda: RecordDisk.open(folder, capacity_bytes=capacity_bytes, is_sealed=codec.is_sealed),
+        where=f"folder {folder}",
+        capacity_bytes=capacity_bytes,
+        clock=clock,
+        wall_s=time.time,
+    )
 
 
 def _ssd_tier(config: SsdConfig, *, is_sealed: bool = False) -> Tier:

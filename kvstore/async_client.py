@@ -22,6 +22,8 @@ from kvstore.errors import InvalidRequest, ProtocolMismatch, ServerUnavailable, 
 from kvstore.held import AsyncLease, AsyncReservation, LeasedMatch
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
+from kvstore.record_calls import RecordCalls
+from kvstore.record_clients import AsyncRecordMethods
 from kvstore.results import BlockReport, EraseReport, PrefixMatch, PutResult
 from kvstore.server_address import parse_address, parse_http_address, refuse_http_options
 from kvstore.transfer import Buffer
@@ -31,7 +33,7 @@ T = TypeVar("T")
 _COPY_THREADS = 2
 
 
-class AsyncKVStore:
+class AsyncKVStore(AsyncRecordMethods):
     """A client of a store for one event loop, with one connection on which many requests may be under way.
 
     On the data path (match, exists, lease, view, fetch_into, get, reserve, put, prefetch) a server that is
@@ -50,6 +52,7 @@ class AsyncKVStore:
         self._is_read_only = is_read_only
         self._state = ClientState(timeouts or Timeouts())
         self._calls = ClientCalls(self._state, is_read_only=is_read_only)
+        self._record_calls = RecordCalls(self._state, is_read_only=is_read_only)
         self._arenas = ArenaCache()
         self._link: AsyncLink | None = None
         self._connecting = asyncio.Lock()

@@ -208,6 +208,18 @@ class Tenancy:
             raise Forbidden("namespace: its salt is not the caller's: send none, the server fills it in")
         return namespace
 
+    def claim_salt(self, identity: Identity, salt: bytes) -> bytes:
+        """Return the salt of the tenant that a caller works for: an operator says it, a tenant has its own.
+
+        Raises:
+            Forbidden: it is not the caller's.
+        """
+        if identity.is_operator:
+            return salt
+        if salt and not hmac.compare_digest(salt, identity.salt):
+            raise Forbidden("tenant: its salt is not the caller's: send none, the server fills it in")
+        return identity.salt
+
     def admits(self, identity: Identity, namespace: Namespace | None) -> bool:
         """Whether a caller may use an open namespace; not if it is None, that is unknown.
 

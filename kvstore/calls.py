@@ -218,7 +218,7 @@ def why_plan(session: Session, chain: PrefixChain, part: Part | None) -> Plan[li
     check_keys(chain)
     answer = yield from ask_for(Why(ChainRef(chain, part), server_timeout_us(session)), Report)
     try:
-        return [BlockReport.from_dict(item) for item in _load_list(answer.json)]
+        return [BlockReport.from_dict(item) for item in load_list(answer.json)]
     except MALFORMED as error:
         raise ProtocolMismatch("answer: a block's report is malformed") from error
 
@@ -234,7 +234,7 @@ def namespaces_plan() -> Plan[list[Namespace]]:
     answer = yield from ask_for(ListNamespaces(), Report)
     try:
         return [
-            Namespace(**{**item, "layout": KVLayout(**item["layout"])}) for item in _load_list(answer.json)
+            Namespace(**{**item, "layout": KVLayout(**item["layout"])}) for item in load_list(answer.json)
         ]
     except MALFORMED as error:
         raise ProtocolMismatch("answer: a namespace is malformed") from error
@@ -438,7 +438,8 @@ def window_blocks(length_bytes: int) -> int:
     return max(1, min(_MAX_WINDOW_BLOCKS, WINDOW_BYTES // max(1, length_bytes)))
 
 
-def _load_list(text: bytes) -> list[Any]:  # Any: JSON
+def load_list(text: bytes) -> list[Any]:  # Any: JSON
+    """Return the JSON list in a report. Raises ProtocolMismatch if it is none."""
     value = _load_json(text)
     if not isinstance(value, list):
         raise ProtocolMismatch("answer: not a JSON list")

@@ -17,6 +17,8 @@ from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
 from kvstore.link import Dial, Link, unix_dial
 from kvstore.link_pool import LinkPool
+from kvstore.record_calls import RecordCalls
+from kvstore.record_clients import RecordMethods
 from kvstore.results import BlockReport, EraseReport, PrefixMatch, PutResult
 from kvstore.server_address import parse_address, parse_http_address, refuse_http_options
 from kvstore.session import CallSession, follow
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class KVStore:
+class KVStore(RecordMethods):
     """A blocking client of a store.
 
     Threads may share it: each call has a connection of its own while it lasts. After a fork the child opens
@@ -53,6 +55,7 @@ class KVStore:
     ) -> None:
         self._state = ClientState(timeouts or Timeouts())
         self._calls = ClientCalls(self._state, is_read_only=is_read_only)
+        self._record_calls = RecordCalls(self._state, is_read_only=is_read_only)
         self._dial = dial
         self._is_read_only = is_read_only
         self._on_close = on_close

@@ -193,6 +193,16 @@ class StoreConfig:
     policy: str = _key(
         "lru", Rule("Order in which blocks are evicted.", Kind.CHOICE, choices=("fifo", "lru"))
     )
+    records_bytes: int = _key(
+        256 * _MIB,
+        Rule(
+            "Room for records, on the first ssd folder or else in memory, taken as they come; a tenant may"
+            " fill namespace_quota_ratio of it, remote included. 0: none.",
+            Kind.SIZE,
+            0,
+            64 * _GIB,
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

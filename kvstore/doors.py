@@ -13,6 +13,7 @@ from kvstore.config import HttpConfig
 from kvstore.errors import InvalidConfig
 from kvstore.gate import FailureLimit, Gate
 from kvstore.reloading import Reloaded, Watcher
+from kvstore.secret_source import SecretSource
 from kvstore.tls import ServerTls
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,9 @@ class Doors:
         problem = config.open_door()
         if problem is not None:
             raise InvalidConfig(problem)
-        keyring = None if config.api_keys is None else _keyring(config, environ)
+        keyring = None
+        if config.api_keys is not None:
+            keyring = reloaded_keyring(config.api_keys, environ, key="[http] api_keys")
         certificates = None if config.tls_folder is None else ServerTls(config.tls_folder).reloaded()
         return cls(
             keyring=None if keyring is None else lambda: keyring.value,
@@ -74,17 +77,20 @@ class Doors:
         self._watcher.stop()
 
 
-def _keyring(config: HttpConfig, environ: Mapping[str, str]) -> Reloaded[Keyring]:
-    source = config.api_keys
-    assert source is not None
-    name = f"[http] api_keys: {source}"
+def reloaded_keyring(source: SecretSource, environ: Mapping[str, str], *, key: str) -> Reloaded[Keyring]:
+    """Return the keyring at a place, and later ones of it. ``key`` begins what is said of it. Blocks.
+
+    Raises:
+        InvalidConfig: it cannot be read, is damaged, or others may write to it.
+    """
+    name = f"{key}: {source}"
 
     def read() -> bytes:
         if source.file is not None and _mode(source.file) & _WRITABLE_BY_OTHERS:
             raise InvalidConfig(f"{name}: others may write to it: chmod 600 {source.file}")
         if source.file is not None and stat.S_ISFIFO(_mode(source.file)):
             raise InvalidConfig(f"{name}: is a pipe, which nobody may ever write to: make it a file")
-        return config.read_api_keys(environ).encode()
+        return source.read_text(environ, key=key).encode()
 
     keyring = Reloaded(name, read, lambda text: Keyring.parse(text.decode(), source=name))
     logger.info("%s: %d keys", name, len(keyring.value))

@@ -37,6 +37,16 @@ class OverwritableSlots(Protocol):
         """Overwrite all bytes that are in no slot."""
 
 
+class ErasableRecords(Protocol):
+    """The records beside the blocks."""
+
+    async def erase(self, tenant: TenantId, key_ids: Collection[bytes]) -> tuple[int, list[str]]:
+        """Forget those whose key is gone, ``key_ids`` being erased ones.
+
+        Returns how many, and what is tried again.
+        """
+
+
 class SealedCopies(Protocol):
     """A tier of encrypted copies."""
 
@@ -46,11 +56,12 @@ class SealedCopies(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Encryption:
-    """What a manager needs to erase tenants: the keys, and the tiers that blocks lie in."""
+    """What a manager needs to erase tenants: the keys, the tiers that blocks lie in, and the records."""
 
     vault: "Vault"
     memory: OverwritableSlots
     sealed: Sequence[SealedCopies]
+    records: ErasableRecords | None = None
 
 
 class Eraser:
@@ -68,6 +79,7 @@ class Eraser:
         self._vault = encryption.vault
         self._memory = encryption.memory
         self._sealed = encryption.sealed
+        self._records = encryption.records
         state.overwrite = encryption.memory.overwrite
         self._clearing: set[asyncio.Task[None]] = set()
 
@@ -107,7 +119,7 @@ class Eraser:
         return replace(report, keys=len(key_ids), problems=tuple(problems))
 
     async def clear(self, tenant: TenantId, key_ids: Collection[bytes]) -> EraseReport:
-        """Forget a tenant's blocks, and those under its keys whose namespace is not open.
+        """Forget a tenant's records and blocks, also blocks under its keys whose namespace is not open.
 
         What is on its way between tiers for longer than two seconds is forgotten later.
         """
@@ -116,13 +128,13 @@ class Eraser:
         task = asyncio.create_task(self._clear(tenant, key_ids, dropped), name="eraser-clear")
         self._clearing.add(task)
         task.add_done_callback(self._end)
-        await asyncio.wait([task], timeout=_PATIENCE_S)
-        late = (
-            ()
-            if task.done()
-            else ("blocks are still on their way between tiers: forgotten when they arrive",)
+        num_records, problems = (
+            (0, []) if self._records is None else await self._records.erase(tenant, key_ids)
         )
-        return EraseReport(0, dict(dropped), self._num_leased(tenant), late)
+        await asyncio.wait([task], timeout=_PATIENCE_S)
+        if not task.done():
+            problems = [*problems, "blocks are still on their way between tiers: forgotten when they arrive"]
+        return EraseReport(0, dict(dropped), self._num_leased(tenant), tuple(problems), num_records)
 
     async def _clear(self, tenant: TenantId, key_ids: Collection[bytes], dropped: Counter[str]) -> None:
         try:

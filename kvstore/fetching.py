@@ -104,6 +104,17 @@ class Fetcher:
         entries = self._all_on_top(chain, part)
         return self._granter.ready(owner, entries) if entries else None
 
+    def fetch_leading_at_once(self, chain: PrefixChain, *, owner: Owner, part: Part | None = None) -> Fetched:
+        """Lease the leading blocks of a chain that are READY in the top tier now, however few.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        shelf = self._state.directory.shelf(chain.namespace, part)
+        if shelf.is_stale:
+            return Fetched((), None, MissReason.OTHER_EPOCH)
+        return self._granter.lease_leading(owner, shelf, chain)
+
     def peek_at_once(self, chain: PrefixChain, *, part: Part | None = None) -> ReadyCopies | None:
         """Find a chain that is READY in the top tier as a whole, and lease nothing; None if it is not.
 

@@ -96,6 +96,16 @@ class Granter:
         lease = self._grant(owner, entries)
         return tuple([self._block(entry, top) for entry in entries]), lease, reason
 
+    def lease_leading(self, owner: Owner, shelf: Shelf, chain: PrefixChain) -> Fetched:
+        """As ``leading_on_top``, but a use of what was found, and counted as a fetch of that."""
+        blocks, lease, _ = self.leading_on_top(owner, shelf, chain)
+        if not blocks:
+            return Fetched((), None, None)
+        entries = [shelf.entries[key] for key in chain.keys[: len(blocks)]]
+        self._note_use(entries)
+        self._state.counters.fetch.count_hits(len(entries), self._state.top.name)
+        return Fetched(blocks, lease, None)
+
     def renew(self, lease: LeaseId, owner: Owner) -> float:
         """Have a lease last its full time from now; returns the seconds, 0.0 if there is no such lease."""
         state = self._state

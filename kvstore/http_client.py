@@ -22,6 +22,7 @@ from kvstore.client_state import AWAY, ClientState, Timeouts
 from kvstore.errors import Forbidden, InvalidConfig, KVStoreError, ServerUnavailable, TimedOut, Unauthorized
 from kvstore.http_client_calls import HttpCall, HttpClientCalls
 from kvstore.http_link import client_context
+from kvstore.http_record_calls import HttpRecordCalls
 from kvstore.http_session import HttpSession
 from kvstore.http_transport import MAX_LINKS, HttpTransport
 from kvstore.keys import Namespace
@@ -96,6 +97,7 @@ class HttpKVStore(KVStore):
     ) -> None:
         self._state = ClientState(timeouts or Timeouts())
         self._calls = self._http_calls = HttpClientCalls(self._state, is_read_only=is_read_only)
+        self._record_calls = HttpRecordCalls(self._state, is_read_only=is_read_only)
         self._transport = _transport(address, self._state, api_key=api_key, tls_folder=tls_folder)
         self._caller = _HttpCaller(self._transport, self._state)
 
@@ -136,6 +138,7 @@ class AsyncHttpKVStore(AsyncKVStore):
     ) -> None:
         self._state = ClientState(timeouts or Timeouts())
         self._calls = self._http_calls = HttpClientCalls(self._state, is_read_only=is_read_only)
+        self._record_calls = HttpRecordCalls(self._state, is_read_only=is_read_only)
         self._transport = _transport(address, self._state, api_key=api_key, tls_folder=tls_folder)
         self._caller = _HttpCaller(self._transport, self._state)
         self._threads = _threads()

@@ -40,12 +40,16 @@ _Place: TypeAlias = tuple[int, tuple[Any, ...]]  # Any: what an address holds de
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """What is asked: method, path, and a body of pieces. Asking again must do no harm."""
+    """What is asked: method, path, and a body of pieces. Asking again must do no harm.
+
+    ``accepted_statuses`` are those of errors whose answers the caller reads itself.
+    """
 
     method: str
     path: str
     body: Sequence[Piece] = ()
     headers: Mapping[str, str] = field(default_factory=dict)
+    accepted_statuses: frozenset[int] = frozenset()
 
     @classmethod
     def of_json(cls, method: str, path: str, value: Mapping[str, Any]) -> Self:

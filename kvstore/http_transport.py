@@ -45,6 +45,9 @@ _ERRORS: Mapping[str, type[KVStoreError]] = {
     "too_many_requests": ServerUnavailable,
     "internal": ServerUnavailable,
     "unavailable": ServerUnavailable,
+    "conflict": InvalidRequest,
+    "quota": ServerUnavailable,
+    "no_room": ServerUnavailable,
     "timed_out": TimedOut,
     "request_timeout": TimedOut,
 }
@@ -84,7 +87,7 @@ class HttpTransport:
         deadline_s: float,
         is_control: bool = False,
     ) -> T:
-        """Send a request and return what ``take`` makes of its good answer.
+        """Send a request and return what ``take`` makes of its good, or accepted, answer.
 
         Raises:
             ServerUnavailable, TimedOut, ProtocolMismatch: no answer, or none that can be read.
@@ -106,7 +109,7 @@ class HttpTransport:
             if not was_connected:
                 self._state.note_linked()
             with mapped_errors(self._address):
-                if answer.is_error:
+                if answer.is_error and answer.status not in request.accepted_statuses:
                     error = error_of(answer.status, answer.rest(_ERROR_MAX_BYTES))
                     # A connection that damages what is sent is given up.
                     is_reusable = answer.finish() and not isinstance(error, RejectedRequest)

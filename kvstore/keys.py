@@ -95,19 +95,34 @@ class Namespace:
         Raises:
             InvalidTokens: a token is no integer or lies outside 0..2**32-1.
         """
-        data = token_bytes(tokens)
-        block_tokens = self.block_tokens
-        step = 4 * block_tokens
-        sha256 = hashlib.sha256
         digest = self.digest
-        key: bytes = digest
+        named = self._keys_after(digest, tokens)
+        return PrefixChain(namespace=digest, keys=named, block_tokens=self.block_tokens)
+
+    def extend(self, chain: "PrefixChain", tokens: Sequence[int] | npt.NDArray[np.integer]) -> "PrefixChain":
+        """Return a chain of this namespace's with the full blocks of the tokens that follow its last block.
+
+        Raises:
+            InvalidTokens: a token is no integer or lies outside 0..2**32-1.
+            InvalidRequest: the chain is another namespace's, or does not start at block 0.
+        """
+        if chain.namespace != self.digest or chain.start:
+            raise InvalidRequest("chain: only a whole chain of the same namespace can be extended")
+        named = self._keys_after(chain.keys[-1] if chain.keys else chain.namespace, tokens)
+        return replace(chain, keys=chain.keys + named)
+
+    def _keys_after(
+        self, key: bytes, tokens: Sequence[int] | npt.NDArray[np.integer]
+    ) -> "tuple[BlockKey, ...]":
+        data = token_bytes(tokens)
+        step = 4 * self.block_tokens
+        sha256 = hashlib.sha256
         # One expression per block: measured with benchmarks/data_plane.py, nearly all of it is SHA-256.
         keys = [
             key := sha256(key + data[start : start + step]).digest()
             for start in range(0, len(data) - step + 1, step)
         ]
-        named = cast("tuple[BlockKey, ...]", tuple(keys))  # a NewType each would cost a call each
-        return PrefixChain(namespace=digest, keys=named, block_tokens=block_tokens)
+        return cast("tuple[BlockKey, ...]", tuple(keys))  # a NewType each would cost a call each
 
     def chain_of_hashes(self, hashes: Sequence[bytes]) -> "PrefixChain":
         """Name blocks by an engine's own chained block hashes, one per full block.

@@ -71,6 +71,8 @@ class LeaseTable:
         self._sweep_at = _SPARE_DEADLINES
         self._leased_bytes: dict[NamespaceDigest, int] = {}
         self._num_overdue = 0
+        self._num_leased = 0
+        self._num_unnamed = 0
 
     def new_owner(self) -> Owner:
         """Return an owner that has nothing yet."""
@@ -125,6 +127,7 @@ class LeaseTable:
         holdings = self._owners[owner]
         for slot in slots:
             holdings.slots[slot] = LentSlot(owner, deadline_s, length_bytes)
+        self._num_unnamed += len(slots)
         if slots:
             self._watch(deadline_s, None, owner)
 
@@ -137,15 +140,20 @@ class LeaseTable:
     def publish(self, owner: Owner, slot: Slot, entry: BlockEntry) -> None:
         """Tie a lent slot to the block it now holds; the owner keeps a lease on that block."""
         self._owners[owner].slots[slot].entry = entry
+        self._num_unnamed -= 1
         self._count_up(entry)
 
     def take_back(self, owner: Owner, slot: Slot) -> LentSlot | None:
         """End the lending of one slot; None if this owner does not have it."""
         holdings = self._owners.get(owner)
         lent = holdings.slots.pop(slot, None) if holdings else None
-        if lent is not None and lent.entry is not None:
+        if lent is None:
+            return None
+        if lent.entry is not None:
             self._count_down(lent.entry)
-        if lent is not None and lent.is_overdue:
+        else:
+            self._num_unnamed -= 1
+        if lent.is_overdue:
             self._num_overdue -= 1
         return lent
 
@@ -232,6 +240,11 @@ class LeaseTable:
         return self._num_overdue
 
     @property
+    def num_kept(self) -> int:
+        """Slots that no eviction gets: leased blocks, each counted once, and lent slots without a name."""
+        return self._num_leased + self._num_unnamed
+
+    @property
     def num_owners(self) -> int:
         """Owners that have not ended."""
         return len(self._owners)
@@ -244,6 +257,7 @@ class LeaseTable:
     def _count_up(self, entry: BlockEntry) -> None:
         entry.leases += 1
         if entry.leases == 1:
+            self._num_leased += 1
             namespace = entry.shelf.namespace
             self._leased_bytes[namespace] = self.leased_bytes(namespace) + entry.length_bytes
 
@@ -251,6 +265,7 @@ class LeaseTable:
         entry.leases -= 1
         assert entry.leases >= 0, "a lease was counted down twice"
         if entry.leases == 0:
+            self._num_leased -= 1
             namespace = entry.shelf.namespace
             left = self.leased_bytes(namespace) - entry.length_bytes
             if left:

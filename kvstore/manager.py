@@ -256,6 +256,14 @@ class BlockManager:
         """
         return self._fetcher.fetch_at_once(chain, owner=owner, part=part)
 
+    def fetch_leading_at_once(self, chain: PrefixChain, *, owner: Owner, part: Part | None = None) -> Fetched:
+        """Lease the leading blocks of a chain that are READY in the top tier now, however few; ask nobody.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        return self._fetcher.fetch_leading_at_once(chain, owner=owner, part=part)
+
     def peek_at_once(self, chain: PrefixChain, *, part: Part | None = None) -> ReadyCopies | None:
         """Find a chain that is READY in the top tier as a whole, leasing nothing; None if it is not.
 
@@ -311,6 +319,18 @@ class BlockManager:
             InvalidRequest: the owner has ended.
         """
         return await self._putter.reserve_unnamed(count, length_bytes, owner=owner, timeout_s=timeout_s)
+
+    def reserve_unnamed_at_once(
+        self, count: int, length_bytes: int, *, owner: Owner, is_pressing: bool = False
+    ) -> list[Slot] | None:
+        """As ``reserve_unnamed``, but None where it would have to wait for blocks to be written below.
+
+        If it ``is_pressing``, blocks leave that are stored nowhere else.
+
+        Raises:
+            InvalidRequest: the owner has ended.
+        """
+        return self._putter.reserve_unnamed_at_once(count, length_bytes, owner=owner, is_pressing=is_pressing)
 
     def commit(
         self,
@@ -371,6 +391,11 @@ class BlockManager:
     def has_anything(self, owner: Owner) -> bool:
         """Whether an owner has a lease or a lent slot."""
         return self._state.leases.has_anything(owner)
+
+    @property
+    def num_kept_slots(self) -> int:
+        """Slots of the top tier that leases and lending keep: no eviction gets them."""
+        return self._state.leases.num_kept
 
     @property
     def lease_s(self) -> float:

@@ -26,6 +26,14 @@ from kvstore.answers import (
 )
 from kvstore.errors import ProtocolMismatch
 from kvstore.message_fields import ChainRef, KeySet, TierNames, timeout_us
+from kvstore.record_messages import (
+    DropRecord,
+    GetRecord,
+    ListRecords,
+    PutRecord,
+    RecordFound,
+    RecordWritten,
+)
 from kvstore.requests import (
     AdvanceEpoch,
     Check,
@@ -85,9 +93,26 @@ Request: TypeAlias = (
     | HelloReader
     | Peek
     | Erase
+    | PutRecord
+    | GetRecord
+    | DropRecord
+    | ListRecords
 )
 Answer: TypeAlias = (
-    Welcome | Done | Count | Matched | Ready | Lent | Report | Presence | Leased | Renewed | Seen | Failed
+    Welcome
+    | Done
+    | Count
+    | Matched
+    | Ready
+    | Lent
+    | Report
+    | Presence
+    | Leased
+    | Renewed
+    | Seen
+    | RecordWritten
+    | RecordFound
+    | Failed
 )
 
 _REQUESTS: dict[int, type[Request]] = {
@@ -119,11 +144,30 @@ _REQUESTS: dict[int, type[Request]] = {
         HelloReader,
         Peek,
         Erase,
+        PutRecord,
+        GetRecord,
+        DropRecord,
+        ListRecords,
     )
 }
 _ANSWERS: dict[int, type[Answer]] = {
     kind.KIND: kind
-    for kind in (Welcome, Done, Count, Matched, Ready, Lent, Report, Presence, Leased, Renewed, Seen, Failed)
+    for kind in (
+        Welcome,
+        Done,
+        Count,
+        Matched,
+        Ready,
+        Lent,
+        Report,
+        Presence,
+        Leased,
+        Renewed,
+        Seen,
+        RecordWritten,
+        RecordFound,
+        Failed,
+    )
 }
 
 
@@ -141,7 +185,7 @@ def decode_request(frame: Frame) -> Request:
 
     Raises:
         ProtocolMismatch: it is none, or malformed.
-        InvalidRequest: it is well-formed and names a block twice.
+        InvalidRequest: it is well-formed and names a block twice, or what can be no record.
     """
     kind = _REQUESTS.get(frame.kind)
     if kind is None:
@@ -168,12 +212,14 @@ __all__ = [
     "Demote",
     "Done",
     "Drop",
+    "DropRecord",
     "Erase",
     "Exists",
     "Failed",
     "FailureCode",
     "Fetch",
     "Flush",
+    "GetRecord",
     "Hello",
     "HelloReader",
     "KeySet",
@@ -182,6 +228,7 @@ __all__ = [
     "Lent",
     "LentSlot",
     "ListNamespaces",
+    "ListRecords",
     "Match",
     "MatchAndLease",
     "Matched",
@@ -190,8 +237,11 @@ __all__ = [
     "Ping",
     "Prefetch",
     "Presence",
+    "PutRecord",
     "Ready",
     "ReadySlot",
+    "RecordFound",
+    "RecordWritten",
     "Release",
     "Renew",
     "Renewed",

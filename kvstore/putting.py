@@ -115,6 +115,24 @@ class Putter:
         state = self._state
         deadline_s = state.deadline_s(timeout_s)
         await self._space.make_room_on_top(length_bytes, count, deadline_s=deadline_s)
+        return self._lend_unnamed(count, length_bytes, owner)
+
+    def reserve_unnamed_at_once(
+        self, count: int, length_bytes: int, *, owner: Owner, is_pressing: bool = False
+    ) -> list[Slot] | None:
+        """As ``reserve_unnamed``, but None where it would have to wait.
+
+        If it ``is_pressing``, blocks leave that are stored nowhere else.
+
+        Raises:
+            InvalidRequest: the owner has ended.
+        """
+        if not self._space.make_room_at_once(length_bytes, count, is_pressing=is_pressing):
+            return None
+        return self._lend_unnamed(count, length_bytes, owner)
+
+    def _lend_unnamed(self, count: int, length_bytes: int, owner: Owner) -> list[Slot]:
+        state = self._state
         if not state.leases.is_live(owner):
             raise InvalidRequest(f"owner {owner} has ended")
         if not state.top.has_room(length_bytes, count):

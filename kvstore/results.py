@@ -183,13 +183,15 @@ class EraseReport:
     ``keys`` counts the keys destroyed here, ``blocks`` the blocks forgotten, by tier: of a shared tier those
     that this node knew to be there, whose ciphertext stays until it goes by itself. ``leased_blocks`` are
     still in memory, matched by nobody, and are overwritten when their leases end. ``problems`` names the
-    places that still have, or may have, the key: each is tried again until it takes the erasure.
+    places that still have, or may have, the key: each is tried again until it takes the erasure. ``records``
+    counts the records that were removed.
     """
 
     keys: int
     blocks: Mapping[str, int]
     leased_blocks: int = 0
     problems: tuple[str, ...] = ()
+    records: int = 0
 
     @property
     def is_complete(self) -> bool:
@@ -204,6 +206,7 @@ class EraseReport:
             "blocks": dict(self.blocks),
             "leased_blocks": self.leased_blocks,
             "problems": list(self.problems),
+            "records": self.records,
         }
 
     @classmethod
@@ -221,6 +224,7 @@ class EraseReport:
             blocks={str(tier): _count(count) for tier, count in blocks.items()},
             leased_blocks=_count(data["leased_blocks"]),
             problems=tuple(str(problem) for problem in problems),
+            records=int(str(data.get("records", 0))),
         )
 
 

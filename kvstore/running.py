@@ -41,6 +41,7 @@ async def serving(
     store = assemble(config)
     server = StoreServer(
         store.manager,
+        records=store.records,
         socket_path=socket_path,
         max_connections=config.server.max_connections,
         stay_awake=stay_awake,
@@ -56,6 +57,8 @@ async def serving(
             server.http_url = face.url
         stack.push_async_callback(store.manager.close)
         await store.manager.open()
+        stack.push_async_callback(store.records.close)
+        await store.records.open()
         stack.push_async_callback(server.stop)
         server.start(store.dram.arena.fd)
         if face is not None:
@@ -87,6 +90,7 @@ def _http_face(config: Config, http: HttpConfig, store: Store, server: StoreServ
         doors=Doors.make(http),
         lease_s=config.store.lease_s,
         server_stats=server.counters.as_dict,
+        records=store.records,
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.arena_view import open_read_only
-from kvstore.errors import ProtocolMismatch, ServerUnavailable
+from kvstore.errors import InvalidRequest, ProtocolMismatch, ServerUnavailable
 from kvstore.late_work import LateWork
 from kvstore.log_limit import LimitedWarning
 from kvstore.manager import BlockManager
@@ -23,6 +23,7 @@ from kvstore.messages import (
     decode_request,
     encode_message,
 )
+from kvstore.record_store import RecordStore
 from kvstore.server_address import parse_address
 from kvstore.server_socket import BACKLOG, listening_socket
 from kvstore.serving import MAX_IN_FLIGHT, Connection, ServerCounters
@@ -43,19 +44,21 @@ class StoreServer:
     """Serves one manager on one event loop.
 
     ``listen`` takes the socket before anything of the store is touched; until ``start``, whoever connects is
-    told at once that the store is starting. The manager is opened between the two and closed after ``stop``
-    by whoever owns it.
+    told at once that the store is starting. The manager and the records are opened between the two and closed
+    after ``stop`` by whoever owns them.
     """
 
     def __init__(
         self,
         manager: BlockManager,
         *,
+        records: RecordStore | None = None,
         socket_path: str | os.PathLike[str] | None = None,
         max_connections: int = 256,
         stay_awake: Callable[[float], None] | None = None,
     ) -> None:
         self._manager = manager
+        self._records = records or RecordStore(None)
         self._arena_fd: int | None = None
         self._reading_fd: int | None = None
         self._socket_path = socket_path
@@ -211,6 +214,7 @@ class StoreServer:
     async def _hand_over(self, sock: socket.socket, decoder: FrameDecoder) -> None:
         connection = Connection(
             self._manager,
+            self._records,
             decoder,
             counters=self.counters,
             malformed=self._malformed,
@@ -266,7 +270,10 @@ class StoreServer:
             if not data:
                 raise ServerUnavailable("client: gone before its greeting")
             decoder.feed(data)
-        request = decode_request(frame)
+        try:
+            request = decode_request(frame)
+        except InvalidRequest as error:
+            raise ProtocolMismatch(f"{error}, before the greeting") from error
         if not isinstance(request, Hello):
             raise ProtocolMismatch(f"message: {type(request).__name__} before the greeting")
         return request

@@ -79,6 +79,8 @@ from kvstore.messages import (
     decode_request,
     encode_message,
 )
+from kvstore.record_answers import RECORD_REQUESTS, answer_about_records
+from kvstore.record_store import RecordStore
 from kvstore.results import LeaseId, Owner, Reserved
 from kvstore.tier import Slot
 from kvstore.wire import Frame, FrameDecoder
@@ -155,6 +157,7 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(
         self,
         manager: BlockManager,
+        records: RecordStore,
         decoder: FrameDecoder,
         *,
         counters: ServerCounters,
@@ -164,6 +167,7 @@ class Connection(asyncio.BufferedProtocol):
         stay_awake: Callable[[float], None] | None = None,
     ) -> None:
         self._manager = manager
+        self._records = records
         self._decoder = decoder
         self._counters = counters
         self._malformed = malformed
@@ -379,6 +383,8 @@ class Connection(asyncio.BufferedProtocol):
             self._send(answer, request_id)
 
     async def _answer(self, request: Request) -> Answer:
+        if isinstance(request, RECORD_REQUESTS):
+            return await answer_about_records(self._records, request)
         match request:
             case Match(about, timeout_us):
                 found = await self._manager.match(about.chain, part=about.part, timeout_s=timeout_us / 1e6)
@@ -432,6 +438,7 @@ class Connection(asyncio.BufferedProtocol):
         try:
             work = self._manager.check(sample_blocks=request.sample_blocks)
             lines = await self._late_work.within(work, limit_s, "check")
+            lines += await self._records.check(sample_records=request.sample_blocks)
         except TimedOut as error:
             # The invariants are checked without I/O; it is the sample of checksums that hangs.
             lines = [str(error), *await self._manager.check(sample_blocks=0)]
@@ -545,7 +552,11 @@ class Connection(asyncio.BufferedProtocol):
         return listed
 
     def _report(self) -> Report:
-        stats = {**self._manager.stats(), "server": self._counters.as_dict()}
+        stats = {
+            **self._manager.stats(),
+            "records": self._records.stats(),
+            "server": self._counters.as_dict(),
+        }
         return Report(json.dumps(stats).encode())
 
     def _await_copy(self, num_bytes: int, *, is_certain: bool) -> None:

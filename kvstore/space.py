@@ -103,6 +103,19 @@ class Space:
         state = self._state
         return state.settings.namespace_quota_ratio >= 1.0 and state.top.has_room(length_bytes, count)
 
+    def make_room_at_once(self, length_bytes: int, count: int, *, is_pressing: bool) -> bool:
+        """Evict until ``count`` slots are free in the top tier, waiting for nothing; False if they are not.
+
+        Blocks that no tier below has yet stay, and are on their way down from now on. If it ``is_pressing``
+        they go too, and are lost.
+        """
+        while not self._state.top.has_room(length_bytes, count):
+            num_left, demoting = self._leave_top(max(count, _PLAN_BLOCKS), spares_unsaved=not is_pressing)
+            if not num_left:
+                self._demoter.demote(demoting)
+                return False
+        return True
+
     async def make_room_on_top(
         self,
         length_bytes: int,
@@ -233,14 +246,18 @@ class Space:
         by: NamespaceDigest | None = None,
         only: NamespaceDigest | None = None,
         enough_bytes: float = math.inf,
+        spares_unsaved: bool = True,
     ) -> tuple[int, tuple[BlockEntry, ...]]:
-        """Take blocks out of the top tier; returns how many went, and which must be demoted first."""
+        """Take blocks out of the top tier; returns how many went, and which must be demoted first.
+
+        Without ``spares_unsaved`` none must.
+        """
         state = self._state
         plan = plan_departures(
             state,
             state.top.name,
             wanted_blocks=wanted_blocks,
-            must_demote=self._must_demote,
+            must_demote=self._must_demote if spares_unsaved else lambda _: False,
             only=only,
             enough_bytes=enough_bytes,
         )

@@ -21,7 +21,7 @@ VERSION = 1
 MAX_KEYS = 10_000
 """Most keys one request may name (320 kB)."""
 
-MAX_BODY_BYTES = 1 << 20
+MAX_BODY_BYTES = (1 << 20) + (16 << 10)
 """Largest body of a frame; what a peer can make us hold per frame."""
 
 MAX_REQUEST_ID = (1 << 64) - 1

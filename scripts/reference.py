@@ -5,6 +5,7 @@ import dataclasses
 import enum
 import inspect
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import kvstore
@@ -12,6 +13,7 @@ from kvstore import errors
 from kvstore.cli import COMMANDS, command_parser
 from kvstore.config_reference import configuration_reference
 from kvstore.http.openapi import openapi_document
+from kvstore_engine_adapter.faces.parameters import TABLES, Parameter, Use
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -138,7 +140,14 @@ def _members(kind: type) -> list[tuple[str, str]]:
     members: list[tuple[str, str]] = []
     if dataclasses.is_dataclass(kind):
         members.append(("`, `".join(field.name for field in dataclasses.fields(kind)), "its fields"))
-    for name, member in vars(kind).items():
+    # Bases without a public name have no section of their own.
+    unnamed = [base for base in kind.__mro__[1:] if base.__module__.startswith("kvstore.")]
+    written = {
+        name: member
+        for base in (kind, *(base for base in unnamed if base.__name__ not in kvstore.__all__))
+        for name, member in vars(base).items()
+    }
+    for name, member in written.items():
         found = getattr(kind, name)
         if name.startswith("_") or not (callable(found) or isinstance(member, property)) or not found.__doc__:
             continue
@@ -171,11 +180,42 @@ def openapi_page() -> str:
     return json.dumps(openapi_document(), indent=1) + "\n"
 
 
+def engine_api_page() -> str:
+    """Return ``docs/engine_api.md`` with its tables of parameters; all else of it is written by hand."""
+    text = (DOCS / "engine_api.md").read_text(encoding="utf-8")
+    for route, parameters in TABLES.items():
+        head, found, rest = text.partition(f"<!-- table: {route} -->\n")
+        tail = rest.partition("<!-- end -->")
+        if found and tail[1]:
+            text = f"{head}{found}{_parameter_table(parameters)}{''.join(tail[1:])}"
+        else:
+            raise LookupError(f"docs/engine_api.md has no place for the table of {route}")
+    return text
+
+
+def _parameter_table(parameters: Sequence[Parameter]) -> str:
+    used = [f"| `{at.name}` | {_cell(at.meaning)} |" for at in parameters if at.use is Use.USED]
+    ignored = [f"`{at.name}`" for at in parameters if at.use is Use.IGNORED]
+    refused = [_refused_parameter(at) for at in parameters if at.use is Use.REFUSED]
+    lines = ["| parameter | meaning |", "|---|---|", *used]
+    if ignored:
+        lines += ["", f"Accepted, without effect: {', '.join(ignored)}."]
+    if refused:
+        lines += ["", f"Refused, but for the values in brackets: {', '.join(refused)}."]
+    return "\n".join(lines) + "\n"
+
+
+def _refused_parameter(parameter: Parameter) -> str:
+    values = ", ".join(f"`{json.dumps(value)}`" for value in parameter.off)
+    return f"`{parameter.name}`" + (f" ({values})" if values else "")
+
+
 PAGES = {
     "cli.md": cli_reference,
     "configuration.md": configuration_reference,
     "python_api.md": api_reference,
     "openapi.json": openapi_page,
+    "engine_api.md": engine_api_page,
 }
 
 

@@ -7,9 +7,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore_engine_adapter.load_policy import FREE_TIER
 from kvstore_engine_adapter.request_blocks import LoadedPrefix
 from kvstore_engine_adapter.sampling import SamplingParams
+
+MAX_LOGPROBS = 20
+"""Most alternatives whose log-probabilities a request may ask for, as in OpenAI's API."""
+
+_MAX_PRIORITY = 2**31 - 1
 
 
 class EngineBusy(KVStoreError):
@@ -25,7 +31,13 @@ class GenerateRequest:
     """A prompt to continue.
 
     ``max_tokens`` None: up to the context's end. ``end_tokens`` end the answer and are not part of it.
-    ``wants_first_logits`` asks for the logits the first token was chosen from.
+    ``wants_first_logits`` asks for the logits the first token was chosen from. A lower ``priority`` is more
+    urgent. ``logprobs`` asks for the chosen tokens' log-probabilities and those of so many of the likeliest
+    tokens beside them; None: of none. ``tenant_salt`` separates its blocks from those of requests with
+    another one; empty: that of the engine's settings.
+
+    Raises:
+        InvalidRequest: ``priority`` or ``logprobs`` is outside its range.
     """
 
     prompt: Sequence[int]
@@ -33,13 +45,29 @@ class GenerateRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     end_tokens: frozenset[int] = frozenset()
     wants_first_logits: bool = False
+    priority: int = 0
+    logprobs: int | None = None
+    tenant_salt: bytes = b""
+
+    def __post_init__(self) -> None:
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise InvalidRequest(f"logprobs: {self.logprobs} is outside 0..{MAX_LOGPROBS}")
+        if not -_MAX_PRIORITY <= self.priority <= _MAX_PRIORITY:
+            raise InvalidRequest(f"priority: {self.priority} is outside -2**31+1..2**31-1")
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One generated token."""
+    """One generated token.
+
+    ``logprob`` is the natural logarithm of its probability, and ``top_logprobs`` the likeliest tokens with
+    theirs, likeliest first, if the request asked for them. They are the model's own, before temperature,
+    penalties and cuts; the chosen token need not be among the likeliest.
+    """
 
     token: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(slots=True)
@@ -49,8 +77,9 @@ class RequestReport:
     ``matched_tokens`` were not computed; ``tokens_by_tier`` says where they came from. ``found_tokens`` were
     stored (more than matched if loading was skipped or late). ``miss_reason`` says why the first block that
     was computed was not reused; None if every full block before the last token was. Seconds: ``queue_s``
-    before its turn, ``load_s`` for match and load, ``prefill_s`` to the first token's logits, ``ttft_s`` from
-    arrival to the first token. ``first_logits`` is ``[vocab]`` float32 if it was asked for.
+    before it got a seat, ``load_s`` for match and load, ``prefill_s`` from then to the first token's logits,
+    ``ttft_s`` from arrival to the first token. ``preemptions`` counts how often it lost its seat to another
+    request. ``first_logits`` is ``[vocab]`` float32 if it was asked for.
     """
 
     prompt_tokens: int
@@ -63,7 +92,16 @@ class RequestReport:
     load_s: float = 0.0
     prefill_s: float = 0.0
     ttft_s: float = 0.0
+    preemptions: int = 0
     first_logits: npt.NDArray[np.float32] | None = None
+
+    def note_joined(self, tokens: int, *, is_all: bool) -> None:
+        """Count tokens that another request computed meanwhile; ``is_all`` if no full block is left."""
+        self.matched_tokens += tokens
+        self.found_tokens = max(self.found_tokens, self.matched_tokens)
+        self.tokens_by_tier[FREE_TIER] = self.tokens_by_tier.get(FREE_TIER, 0) + tokens
+        if is_all:
+            self.miss_reason = None
 
     def note_prefix(self, prefix: LoadedPrefix, block_tokens: int) -> None:
         """Take over what loading found."""
@@ -83,7 +121,8 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of an answer: ``stop`` (an end token) or ``length``."""
+    """The end of an answer: ``stop`` (by the token ``end``, which is no part of it) or ``length``."""
 
     reason: str
     report: RequestReport
+    end: Token | None = None

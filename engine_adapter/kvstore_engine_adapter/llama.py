@@ -1,190 +1,158 @@
 """LlamaModel: the forward pass of Llama-architecture models over paged KV memory.
 
-Reproducible under reuse. A token's keys, values and hidden state must not depend on how many tokens before it
-were loaded instead of computed, or a reused prefix would change answers in their last bits. Three things
-decide the bits of a row: the kernel, the number of rows it runs with, and the length of the context.
+Reproducible in a batch and under reuse. A token's keys, values and hidden state must depend neither on the
+requests computed beside it nor on how many tokens before it were loaded instead of computed, or batching and
+reuse would change answers in their last bits. Two things decide the bits of a row besides its inputs:
 
-- A sequence is cut at fixed absolute positions into chunks of ``chunk_tokens``; one pass never crosses a cut.
-  A row's context always reaches to the end of its own chunk (masked beyond the row), so its length is a
-  function of the position alone:
+- The number of rows a matrix product runs with, and the row's place among them. Every pass runs with a number
+  of rows from a ladder, padded; one is on the ladder only if ``prepare`` found its rows, in any place, equal
+  bit for bit to the same rows in another pass (see ``exact_rows``). Everything else is computed row by row.
+- Attention, which each row has with its own sequence alone: see ``PageOps``. Keys are read back from the
+  pages also for the tokens of the pass itself, so all attention sees the stored values.
 
-      position  0            64           128
-      chunk     |------0-----|------1-----|---
-      context of a row in chunk 1: [0, 128), whether it is prefilled from 0, from 80, or decoded.
-
-- Every pass runs with a number of rows from a ladder (2, 4, ... chunk_tokens), padded; a rung is on the
-  ladder only if ``probe_ladder`` found its rows equal, bit for bit, to those of a full chunk on this machine
-  and dtype. oneDNN's bfloat16 products and torch's fused attention are, from 2 rows on; a single row takes
-  another kernel.
-- Keys are read back from the pool also for the tokens of the pass itself, so all attention sees the stored
-  values.
-
-So prefilled, decoded and reused blocks hold equal bits, and the logits after any mix of them are equal.
+So prefilled, decoded and reused blocks hold equal bits, and the logits after any mix of them, in any company,
+are equal.
 """
 
-import math
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as functional
 
-from kvstore.layout import KVLayout
-from kvstore_engine_adapter.attention import AttentionBackend, causal_mask
+from kvstore_engine_adapter.attention import PageStep, Segment
+from kvstore_engine_adapter.exact_rows import (
+    cancelling_product,
+    candidate_row_counts,
+    exact_row_counts,
+    rung_of,
+)
 from kvstore_engine_adapter.model_config import ModelConfig
-from kvstore_engine_adapter.page_pool import TORCH_DTYPES, PagePool
 from kvstore_engine_adapter.weights import LayerWeights, ModelWeights
 
-MIN_CHUNK_TOKENS = 64
-"""64 rows cost 1.3 times as much per token as 128 in products, but waste less on short tails (measured)."""
+logger = logging.getLogger(__name__)
 
-_HEAD_ROWS = 2
-_PROBE_CHUNKS = 10
-"""Long enough that torch's fused attention splits the context (at 512 keys)."""
-
-
-def chunk_tokens_for(block_tokens: int) -> int:
-    """Return the chunk size: the least multiple of the block size that is at least 64."""
-    return math.ceil(MIN_CHUNK_TOKENS / block_tokens) * block_tokens
+_SAMPLE_ROWS = 64
+_SPARE_POSITIONS = 256
+"""Rotary angles beyond the longest sequence."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One pass: ``count`` new tokens of one sequence, padded to ``len(tokens)`` rows.
+class Batch:
+    """One pass: ``count`` new tokens of any sequences, padded to ``len(tokens)`` rows.
 
-    ``tokens`` and ``positions`` are ``[rows]``; ``pages`` and ``offsets`` ``[count]`` say where the new keys
-    go; ``table`` ``[context / block_tokens]`` names the pages of the context; ``mask`` is ``causal_mask``.
+    ``tokens`` and ``positions`` are ``[rows]``, in the order of the segments ``pages`` was begun with.
     """
 
     count: int
     tokens: torch.Tensor
     positions: torch.Tensor
-    pages: torch.Tensor
-    offsets: torch.Tensor
-    table: torch.Tensor
-    mask: torch.Tensor
+    pages: PageStep
 
 
 class LlamaModel:
     """Weights and forward pass. Not safe for concurrent calls: the engine runs it in one thread."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: ModelWeights,
-        attention: AttentionBackend,
-        *,
-        block_tokens: int,
-        max_tokens: int,
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: ModelWeights, *, max_tokens: int) -> None:
         self.config = config
-        self.chunk_tokens = chunk_tokens_for(block_tokens)
-        self.ladder: tuple[int, ...] = (self.chunk_tokens,)
+        self.max_tokens = max_tokens
+        self.row_ladder: tuple[int, ...] = (_SAMPLE_ROWS,)
+        self.head_ladder: tuple[int, ...] = (_SAMPLE_ROWS,)
         self._weights = weights
-        self._attention = attention
-        self._block_tokens = block_tokens
         self._dtype = weights.embedding.dtype
         self._device = weights.embedding.device
-        self._groups = config.num_heads // config.num_kv_heads
         turns = config.rope.inverse_frequencies(config.head_dim)
-        # One chunk more than the longest sequence: padded rows reach beyond the end of theirs.
-        chunks = max(math.ceil(max_tokens / self.chunk_tokens), _PROBE_CHUNKS) + 1
-        positions = torch.arange(chunks * self.chunk_tokens)
+        positions = torch.arange(max_tokens + _SPARE_POSITIONS)
         angles = positions.to(torch.float64).unsqueeze(1) * turns
         self._cos = angles.cos().to(self._device, torch.float32)
         self._sin = angles.sin().to(self._device, torch.float32)
 
-    def chunk_end(self, position: int) -> int:
-        """Return the end of the chunk that holds a position."""
-        return (position // self.chunk_tokens + 1) * self.chunk_tokens
+    @property
+    def max_rows(self) -> int:
+        """Most rows of one pass."""
+        return self.row_ladder[-1]
 
-    def step(self, tokens: Sequence[int], start: int, slots: Sequence[int], pool: PagePool) -> Step:
-        """Prepare a pass over ``tokens`` at positions ``start...``, all within one chunk.
+    @property
+    def max_head_rows(self) -> int:
+        """Most rows whose logits are computed together."""
+        return self.head_ladder[-1]
 
-        ``slots`` are the sequence's pages from position 0, at least up to the last new token.
-        """
-        count, context = len(tokens), self.chunk_end(start)
-        assert 0 < count <= context - start, "a pass crosses no chunk boundary"
-        rows = next(rung for rung in self.ladder if rung >= count)
-        positions = torch.arange(start, start + rows, device=self._device)
-        written = positions[:count]
-        table = torch.full((context // self._block_tokens,), pool.zero_page, device=self._device)
-        known = list(slots[: len(table)])
-        table[: len(known)] = torch.tensor(known, device=self._device)
-        return Step(
+    def batch(self, segments: Sequence[Segment], pages: PageStep) -> Batch:
+        """Prepare a pass over the segments that ``pages`` was begun with; at most ``max_rows`` tokens."""
+        tokens = [token for segment in segments for token in segment.tokens]
+        positions = [
+            position
+            for segment in segments
+            for position in range(segment.start, segment.start + len(segment.tokens))
+        ]
+        count = len(tokens)
+        padding = [0] * (rung_of(self.row_ladder, count) - count)
+        return Batch(
             count=count,
-            tokens=torch.tensor([*tokens, *([0] * (rows - count))], device=self._device),
-            positions=positions,
-            pages=table[written // self._block_tokens],
-            offsets=written % self._block_tokens,
-            table=table,
-            mask=causal_mask(positions, context, groups=self._groups, dtype=self._dtype),
+            tokens=torch.tensor(tokens + padding, device=self._device),
+            positions=torch.tensor(positions + padding, device=self._device),
+            pages=pages,
         )
 
     @torch.inference_mode()
-    def run(self, step: Step, pool: PagePool) -> torch.Tensor:
-        """Write the step's keys and values into the pool; return its rows, ``[count, hidden]`` float32."""
-        hidden = self._embed(step)
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Write the pass's keys and values into the pages; return its rows, ``[count, hidden]`` float32."""
+        hidden = self._weights.embedding[batch.tokens].float()
         for index, layer in enumerate(self._weights.layers):
-            hidden = self._layer(index, layer, hidden, step, pool)
-        return hidden[: step.count]
+            queries, keys, values = self._project(layer, hidden, batch.positions)
+            batch.pages.write(index, keys, values)
+            hidden = self._absorb(layer, hidden, batch.pages.attend(index, queries))
+        return hidden[: batch.count]
 
     @torch.inference_mode()
-    def logits(self, hidden_row: torch.Tensor) -> torch.Tensor:
-        """Return the logits of one hidden row ``[hidden]``: ``[vocab]`` float32."""
-        normed = self._norm(hidden_row.unsqueeze(0), self._weights.final_norm)
-        rows = normed.expand(_HEAD_ROWS, -1).contiguous()
-        return functional.linear(rows, self._weights.head)[0].float()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of hidden rows ``[rows, hidden]``: ``[rows, vocab]`` float32."""
+        pieces = torch.split(hidden, self.max_head_rows)
+        return torch.cat([self._head(piece) for piece in pieces])
 
     @torch.inference_mode()
-    def probe_ladder(self) -> tuple[int, ...]:
-        """Find the row counts whose rows equal those of a full chunk, bit for bit, and use them from now on.
+    def prepare(self, *, max_rows: int, max_head_rows: int) -> None:
+        """Find the row counts, up to about those given, that give rows the same bits in any company.
 
-        One layer is run over ten chunks of pseudo-random tokens; then the first and the last chunk are run
-        again in pieces of each rung (all layers have the same shapes). Costs tens of milliseconds.
+        One layer is run over pseudo-random rows, and products of all its shapes over rows whose terms cancel
+        (all layers have the same shapes); and the head. Costs tens to hundreds of milliseconds.
         """
-        chunk, chunks = self.chunk_tokens, _PROBE_CHUNKS
-        pages = chunk * chunks // self._block_tokens
-        pool = PagePool(self.layout_of_one_layer(), pages, self._device)
+        config = self.config
         generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(self.config.vocab_size, (chunk * chunks,), generator=generator).tolist()
-        self.ladder = (chunk,)
-        wanted = {at: self._probe(tokens, at, chunk, pages, pool) for at in range(0, chunk * chunks, chunk)}
-        rungs = [2**power for power in range(1, chunk.bit_length()) if 2**power < chunk]
-        exact: list[int] = []
-        for rung in rungs:
-            self.ladder = (rung, chunk)
-            is_exact = all(
-                torch.equal(self._probe(tokens, at, rung, pages, pool), wanted[at])
-                for at in (0, chunk * (chunks - 1))
-            )
-            if is_exact:
-                exact.append(rung)
-        self.ladder = (*exact, chunk)
-        return self.ladder
+        products = _products(self._weights.layers[0], generator)
+        hidden = torch.randn(_SAMPLE_ROWS, config.hidden_size, generator=generator).to(self._device)
+        width = config.num_heads * config.head_dim
+        mixed = torch.randn(_SAMPLE_ROWS, width, generator=generator).to(self._device, self._dtype)
+        positions = torch.arange(_SAMPLE_ROWS, device=self._device)
+        layer = self._weights.layers[0]
 
-    def layout_of_one_layer(self) -> KVLayout:
-        """Return the layout of a block that holds one layer only."""
-        name = next(name for name, dtype in TORCH_DTYPES.items() if dtype is self._dtype)
-        return KVLayout(name, 1, self._block_tokens, self.config.num_kv_heads, self.config.head_dim)
+        def compute(index: torch.Tensor) -> torch.Tensor:
+            parts = self._project(layer, hidden[index], positions[index])
+            absorbed = self._absorb(layer, hidden[index], mixed[index])
+            sums = (functional.linear(left[index], right, bias) for left, right, bias in products)
+            return torch.cat([*(part.flatten(1).float() for part in (*parts, *sums)), absorbed], dim=1)
 
-    def _probe(self, tokens: list[int], at: int, rung: int, pages: int, pool: PagePool) -> torch.Tensor:
-        end = at + self.chunk_tokens
-        pieces: list[torch.Tensor] = []
-        for start in range(at, end, rung):
-            step = self.step(tokens[start : min(end, start + rung)], start, range(pages), pool)
-            hidden = self._layer(0, self._weights.layers[0], self._embed(step), step, pool)
-            pieces.append(hidden[: step.count])
-        keys, values = pool.read(0, torch.arange(pages, device=self._device))
-        kv = torch.cat([keys[at:end], values[at:end]], dim=1).reshape(self.chunk_tokens, -1).float()
-        return torch.cat([torch.cat(pieces), kv], dim=1)
+        self.row_ladder = _ladder("layers", compute, max_rows)
+        left, right = cancelling_product(_SAMPLE_ROWS, self._weights.head, generator)
+        self.head_ladder = _ladder(
+            "logits", lambda index: functional.linear(left[index], right), max_head_rows
+        )
 
-    def _embed(self, step: Step) -> torch.Tensor:
-        return self._weights.embedding[step.tokens].float()
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        count = len(hidden)
+        rows = rung_of(self.head_ladder, count)
+        if rows > count:
+            hidden = torch.cat([hidden, hidden[-1:].expand(rows - count, -1)])
+        return self._logits_of_exactly(hidden)[:count]
 
-    def _layer(
-        self, index: int, layer: LayerWeights, hidden: torch.Tensor, step: Step, pool: PagePool
-    ) -> torch.Tensor:
+    def _logits_of_exactly(self, hidden: torch.Tensor) -> torch.Tensor:
+        return functional.linear(self._norm(hidden, self._weights.final_norm), self._weights.head).float()
+
+    def _project(
+        self, layer: LayerWeights, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values, each ``[rows, heads or kv_heads, head_dim]``."""
         config = self.config
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         fused = functional.linear(self._norm(hidden, layer.attention_norm), layer.qkv, layer.qkv_bias)
@@ -194,11 +162,12 @@ class LlamaModel:
                 fused, [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=1
             )
         )
-        queries = self._rotate(self._head_norm(queries, layer.q_norm), step.positions)
-        keys = self._rotate(self._head_norm(keys, layer.k_norm), step.positions)
-        count = step.count
-        pool.write(index, keys[:count], values[:count], pages=step.pages, rows=step.offsets)
-        mixed = self._attention.attend(queries, *pool.read(index, step.table), step.mask)
+        queries = self._rotate(self._head_norm(queries, layer.q_norm), positions)
+        keys = self._rotate(self._head_norm(keys, layer.k_norm), positions)
+        return queries, keys, values
+
+    def _absorb(self, layer: LayerWeights, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        """Add what attention mixed, ``[rows, heads * head_dim]``, and the feed-forward part."""
         hidden = hidden + functional.linear(mixed, layer.output, layer.output_bias)
         gate, up = functional.linear(self._norm(hidden, layer.ffn_norm), layer.gate_up).chunk(2, dim=1)
         return hidden + functional.linear(functional.silu(gate) * up, layer.down)
@@ -216,3 +185,31 @@ class LlamaModel:
         first, second = rows.chunk(2, dim=-1)
         turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
         return turned.to(self._dtype)
+
+
+def _products(
+    layer: LayerWeights, generator: torch.Generator
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Return rows, a matrix and a bias of zeros or none, for each product of a layer."""
+    matrices = [
+        (layer.qkv, layer.qkv_bias),
+        (layer.output, layer.output_bias),
+        (layer.gate_up, None),
+        (layer.down, None),
+    ]
+    return [
+        (*cancelling_product(_SAMPLE_ROWS, matrix, generator), None if bias is None else bias * 0)
+        for matrix, bias in matrices
+    ]
+
+
+def _ladder(what: str, compute: Callable[[torch.Tensor], torch.Tensor], limit: int) -> tuple[int, ...]:
+    exact = exact_row_counts(compute, _SAMPLE_ROWS, candidate_row_counts(max(limit, _SAMPLE_ROWS)))
+    if _SAMPLE_ROWS not in exact:
+        logger.warning(
+            "engine: %s: rows computed together depend on their places here: answers of batched requests "
+            "may differ in their last bits from those of requests alone",
+            what,
+        )
+        return tuple(candidate_row_counts(limit))
+    return tuple(exact)

@@ -56,6 +56,10 @@ class PagePool:
         for slot in slots:
             self.tensor[slot].zero_()
 
+    def copy(self, source: Slot, target: Slot) -> None:
+        """Copy one page to another."""
+        self.tensor[target].copy_(self.tensor[source])
+
     def write(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, *, pages: torch.Tensor, rows: torch.Tensor
     ) -> None:

@@ -1,13 +1,13 @@
-"""PagedEngine: the bundled runtime. One request runs at a time; the others wait their turn in order."""
+"""PagedEngine: the bundled runtime: a model, its paged KV memory, and requests that run in batches."""
 
 import asyncio
-import contextlib
 import logging
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -16,24 +16,20 @@ from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.manager import BlockManager
 from kvstore.miss import MissReason
+from kvstore.outlasting import outlast
 from kvstore.tier import Slot, Tier
 from kvstore_engine_adapter.adapter import manager_over
-from kvstore_engine_adapter.attention import TorchAttention
-from kvstore_engine_adapter.generation import (
-    EngineBusy,
-    EngineClosed,
-    Finished,
-    GenerateRequest,
-    Prefilled,
-    RequestReport,
-    Token,
-)
+from kvstore_engine_adapter.attention import PageOps
+from kvstore_engine_adapter.cpu_page_ops import page_ops_for
+from kvstore_engine_adapter.engine_loop import EngineLoop
+from kvstore_engine_adapter.generation import EngineBusy, EngineClosed, Finished, GenerateRequest
+from kvstore_engine_adapter.live_request import Event
 from kvstore_engine_adapter.llama import LlamaModel
 from kvstore_engine_adapter.load_policy import LoadPolicy
 from kvstore_engine_adapter.model import LoadedModel
 from kvstore_engine_adapter.page_pool import TORCH_DTYPES, PagePool
-from kvstore_engine_adapter.request_blocks import BlockSupply, RequestBlocks, Waits
-from kvstore_engine_adapter.sampling import Sampler
+from kvstore_engine_adapter.request_blocks import BlockSupply, Waits
+from kvstore_engine_adapter.scheduler import Phase, SchedulerLimits
 from kvstore_engine_adapter.worker import ForwardWorker
 
 logger = logging.getLogger(__name__)
@@ -46,8 +42,9 @@ _FAULTS = frozenset(
     for reason in (MissReason.TIMED_OUT, MissReason.UNAVAILABLE, MissReason.BREAKER_OPEN, MissReason.CORRUPT)
 )
 
-Event = Prefilled | Token | Finished
-"""What ``generate`` yields: one Prefilled, tokens, then one Finished."""
+_STEP_TOKENS = {"cpu": 128}
+_OTHER_STEP_TOKENS = 2048
+"""Tokens of one pass by device, if nothing else is asked for: enough to keep it busy, and no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +53,21 @@ class EngineSettings:
 
     ``max_model_tokens`` bounds prompt and answer (None: the model's context, at most 8192). ``num_blocks`` is
     the size of the ``vram`` tier (None: four sequences of full length). ``is_reusing`` False: no tier at all,
-    every prompt is computed. ``max_waiting`` requests wait, further ones are refused.
+    every prompt is computed. ``max_num_seqs`` requests run at a time, ``max_waiting`` more wait, further ones
+    are refused. A pass computes at most ``step_tokens`` tokens (None: 128 on a CPU, else 2048). ``ageing_s``:
+    see ``scheduler``. ``compiled_folder`` keeps attention that is compiled for this CPU (None: torch's is
+    used).
     """
 
     block_tokens: int = 16
     max_model_tokens: int | None = None
     num_blocks: int | None = None
     is_reusing: bool = True
+    max_num_seqs: int = 32
     max_waiting: int = 64
+    step_tokens: int | None = None
+    ageing_s: float = 30.0
+    compiled_folder: Path | None = None
     tenant_salt: bytes = b""
     epoch: int = 0
     waits: Waits = field(default_factory=Waits)
@@ -72,8 +76,8 @@ class EngineSettings:
 class PagedEngine:
     """A model, its paged KV memory, and a manager that keeps and shares blocks. An EngineAdapter.
 
-    Everything but the forward passes runs on one event loop. A request that is cancelled or whose consumer
-    closes the generator leaves after the pass under way, and gives back all its slots.
+    Everything but the passes runs on one event loop. A request that is cancelled or whose consumer closes
+    the generator leaves after the pass under way, and gives back all its slots.
     """
 
     def __init__(
@@ -99,8 +103,6 @@ class PagedEngine:
         )
         self._context_tokens = _context_tokens(model, self._settings)
         self._spare_pages = math.ceil(self._context_tokens / self._settings.block_tokens)
-        self._turn = asyncio.Lock()
-        self._waiting = 0
         self._running: _Running | None = None
 
     @property
@@ -118,6 +120,10 @@ class PagedEngine:
         """Slots of the ``vram`` tier."""
         if not self._settings.is_reusing:
             return 0
+        return self._num_blocks
+
+    @property
+    def _num_blocks(self) -> int:
         return self._settings.num_blocks or 4 * self._spare_pages
 
     @property
@@ -139,20 +145,22 @@ class PagedEngine:
         """The manager of its blocks; None if nothing is reused or the engine is not open."""
         return self._running.supply.manager if self._running else None
 
+    @property
+    def max_requests(self) -> int:
+        """Most requests that run and wait at a time."""
+        return self._settings.max_num_seqs + self._settings.max_waiting
+
     async def open(self) -> None:
-        """Get the page memory, find the exact row counts (see ``llama``), open the tiers.
+        """Get the page memory, find the exact row counts (see ``llama``), open the tiers, start the loop.
 
         Raises:
             InvalidConfig: the page memory cannot be had.
             TierUnavailable: a lower tier cannot be opened.
         """
         assert self._running is None, "the engine is open"
-        running = self._running = self._start()
+        running = self._running = await asyncio.to_thread(self._start)
         try:
-            supply = running.supply
-            supply.policy.prefill_s_per_token = await running.worker.prepare(supply.spare)
-            ladder = ", ".join(map(str, running.forward_model.ladder))
-            logger.info("engine: row counts with equal bits: %s", ladder)
+            loop = running.loop = await self._prepare(running)
             if self._settings.is_reusing:
                 manager = manager_over(self, self._lower)
                 await manager.open()
@@ -161,17 +169,35 @@ class PagedEngine:
             self._running = None
             running.worker.close()
             raise
+        running.task = asyncio.create_task(loop.run(), name="engine-loop")
+
+    async def _prepare(self, running: "_Running") -> EngineLoop:
+        settings, model = self._settings, running.forward_model
+        step_tokens = max(settings.max_num_seqs, _step_tokens(settings, running.pool.device))
+        running.supply.policy.prefill = await running.worker.prepare(
+            running.supply.spare, max_rows=step_tokens, max_head_rows=settings.max_num_seqs
+        )
+        limits = SchedulerLimits(
+            max_seated=min(settings.max_num_seqs, model.max_rows),
+            step_tokens=min(step_tokens, model.max_rows),
+            block_tokens=settings.block_tokens,
+            ageing_s=settings.ageing_s,
+        )
+        rows = ", ".join(map(str, model.row_ladder))
+        logger.info("engine: attention: %s; row counts with equal bits: %s", running.ops.describe(), rows)
+        return EngineLoop(running.worker, running.supply, self._namespace, limits)
 
     async def close(self, *, drain_s: float = 5.0) -> None:
-        """Cancel what runs and waits, let writes drain for ``drain_s``, close the tiers. Idempotent."""
+        """End what runs and waits with EngineClosed, let writes drain for ``drain_s``, close the tiers.
+
+        Idempotent.
+        """
         running, self._running = self._running, None
         if running is None:
             return
-        others = running.tasks - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        if others:
-            await asyncio.wait(others)
+        if running.task is not None:
+            running.task.cancel()
+            await asyncio.wait([running.task])
         if running.supply.manager is not None:
             await running.supply.manager.close(drain_s=drain_s)
         running.worker.close()
@@ -179,29 +205,35 @@ class PagedEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Yield Prefilled, the answer's tokens, then Finished.
 
-        Close the generator (``contextlib.aclosing``) to end it early.
+        Close the generator (``contextlib.aclosing``) to end it early: when that returns, all it had is given
+        back.
 
         Raises:
             InvalidRequest: an empty prompt, a token outside the vocabulary, or ``max_tokens`` below 1.
             PromptTooLong: the prompt, or prompt and ``max_tokens``, exceed the context.
             EngineBusy: the queue is full.
-            EngineClosed: the engine is not open.
+            EngineClosed: the engine is not open, or was closed meanwhile.
+            ArithmeticError: the model's logits are not finite.
         """
-        arrived_s = self._clock()
         max_tokens = self._checked_max_tokens(request)
-        running = self._require_running()
-        if self._waiting >= self._settings.max_waiting:
-            raise EngineBusy(f"engine: {self._waiting} requests wait, the limit: try again later")
-        async with self._its_turn(), running.tracking():
-            if running is not self._running:
-                raise EngineClosed("engine: it was closed while the request waited")
-            report = RequestReport(prompt_tokens=len(request.prompt), queue_s=self._clock() - arrived_s)
-            sequence = _Sequence(self, running, request, report, arrived_s)
-            try:
-                async for event in sequence.run(max_tokens):
-                    yield event
-            finally:
-                sequence.blocks.end()
+        loop = self._require_running().loop
+        if loop is None:
+            raise EngineClosed("engine: it is not open yet")
+        limit = self.max_requests
+        if loop.num_live >= limit:
+            raise EngineBusy(f"engine: {limit} requests run and wait, the limit: try again later")
+        live = loop.submit(request, max_tokens)
+        try:
+            while True:
+                event = await live.events.get()
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+                if isinstance(event, Finished):
+                    return
+        finally:
+            loop.abandon(live)
+            await outlast(asyncio.ensure_future(live.has_ended.wait()))
 
     def stats(self) -> dict[str, object]:
         """Return counters, ready for JSON: the manager's, and the engine's own.
@@ -211,9 +243,11 @@ class PagedEngine:
         """
         running = self._running
         manager_stats = running.supply.manager.stats() if running and running.supply.manager else None
+        loop = running.loop if running else None
         return {
-            "waiting_requests": self._waiting,
-            "is_running": self._turn.locked(),
+            **{f"{phase.value}_requests": loop.num_in(phase) if loop else 0 for phase in Phase},
+            "is_running": loop is not None and loop.num_live > 0,
+            "counters": dict(loop.counters) if loop else {},
             "store_faults": dict(running.supply.faults if running else {}) | _faults(manager_stats or {}),
             "manager": manager_stats,
         }
@@ -221,7 +255,8 @@ class PagedEngine:
     def _start(self) -> "_Running":
         settings, num_slots = self._settings, self.num_page_slots
         device = self._model.weights.embedding.device
-        num_pages = num_slots + self._spare_pages
+        num_private = self._spare_pages if settings.is_reusing else self._num_blocks + self._spare_pages
+        num_pages = num_slots + num_private
         _refuse_more_than_memory((num_pages + 1) * self._layout.block_bytes, device)
         try:
             pool = PagePool(self._layout, num_pages, device)
@@ -230,17 +265,13 @@ class PagedEngine:
                 f"engine: {num_pages} KV pages of {self._layout.block_bytes} bytes cannot be had: "
                 "lower the number of blocks or the model length"
             ) from error
-        forward_model = LlamaModel(
-            self._model.config,
-            self._model.weights,
-            TorchAttention(),
-            block_tokens=settings.block_tokens,
-            max_tokens=self._context_tokens,
-        )
+        forward_model = LlamaModel(self._model.config, self._model.weights, max_tokens=self._context_tokens)
+        ops = page_ops_for(pool, num_heads=self._model.config.num_heads, folder=settings.compiled_folder)
         policy = LoadPolicy(settings.block_tokens, self._layout.block_bytes)
         spare = [Slot(number) for number in range(num_slots, num_pages)]
-        supply = BlockSupply(None, policy, spare, settings.waits, self._clock)
-        return _Running(forward_model, pool, ForwardWorker(forward_model, pool), supply)
+        supply = BlockSupply(None, num_slots, policy, spare, settings.waits, self._clock)
+        worker = ForwardWorker(forward_model, pool, ops)
+        return _Running(forward_model, ops, pool, worker, supply)
 
     def _require_running(self) -> "_Running":
         if self._running is None:
@@ -270,132 +301,18 @@ class PagedEngine:
             )
         return request.max_tokens
 
-    @contextlib.asynccontextmanager
-    async def _its_turn(self) -> AsyncIterator[None]:
-        self._waiting += 1
-        try:
-            await self._turn.acquire()
-        finally:
-            self._waiting -= 1
-        try:
-            yield
-        finally:
-            self._turn.release()
-
 
 @dataclass(slots=True)
 class _Running:
     """What exists while the engine is open."""
 
     forward_model: LlamaModel
+    ops: PageOps
     pool: PagePool
     worker: ForwardWorker
     supply: BlockSupply
-    tasks: "set[asyncio.Task[object]]" = field(default_factory=set)
-
-    @contextlib.asynccontextmanager
-    async def tracking(self) -> AsyncIterator[None]:
-        """Note the current task as one that computes, for ``close``."""
-        task = asyncio.current_task()
-        assert task is not None
-        self.tasks.add(task)
-        try:
-            yield
-        finally:
-            self.tasks.discard(task)
-
-
-class _Sequence:
-    """One request while it runs."""
-
-    def __init__(
-        self,
-        engine: PagedEngine,
-        running: _Running,
-        request: GenerateRequest,
-        report: RequestReport,
-        arrived_s: float,
-    ) -> None:
-        self._running = running
-        self._request = request
-        self._report = report
-        self._arrived_s = arrived_s
-        self._namespace = engine.namespace
-        self._block_tokens = engine.layout.block_tokens
-        self._clock = running.supply.clock
-        self._tokens = list(request.prompt)
-        self._slots: list[Slot] = []
-        self._published = 0
-        self.blocks: RequestBlocks = running.supply.begin()
-
-    async def run(self, max_tokens: int) -> AsyncGenerator[Event, None]:
-        """Load, prefill, decode."""
-        sampler = Sampler(self._request.sampling)
-        logits = await self._prefill()
-        if self._request.wants_first_logits:
-            self._report.first_logits = logits.cpu().numpy()
-        self._report.ttft_s = self._clock() - self._arrived_s
-        self._publish()
-        yield Prefilled(self._report)
-        while True:
-            token = sampler.choose(logits)
-            if token in self._request.end_tokens:
-                yield Finished("stop", self._report)
-                return
-            self._report.output_tokens += 1
-            yield Token(token)
-            if self._report.output_tokens == max_tokens:
-                yield Finished("length", self._report)
-                return
-            logits = await self._decode(token)
-
-    async def _prefill(self) -> torch.Tensor:
-        block_tokens, prompt = self._block_tokens, self._request.prompt
-        # The last token is always computed: its logits choose the first token.
-        chain = self._namespace.chain(prompt)[: (len(prompt) - 1) // block_tokens]
-        prefix = await self.blocks.load(chain)
-        self._report.note_prefix(prefix, block_tokens)
-        self._slots = list(prefix.slots)
-        self._published = len(prefix.slots)
-        started_s = self._clock()
-        await self._grow(math.ceil(len(prompt) / block_tokens) - len(prefix.slots))
-        logits = None
-        position = self._report.matched_tokens
-        while position < len(prompt):
-            end = min(len(prompt), self._running.forward_model.chunk_end(position))
-            logits = await self._running.worker.forward(
-                prompt[position:end], position, self._slots, wants_logits=end == len(prompt)
-            )
-            position = end
-        assert logits is not None, "a prompt leaves at least one token to compute"
-        self._report.prefill_s = self._clock() - started_s
-        computed = len(prompt) - self._report.matched_tokens
-        if computed >= self._running.forward_model.chunk_tokens:
-            self._running.supply.policy.note_prefill(computed, self._report.prefill_s)
-        return logits
-
-    async def _decode(self, token: int) -> torch.Tensor:
-        position = len(self._tokens)
-        self._tokens.append(token)
-        if position == len(self._slots) * self._block_tokens:
-            await self._grow(1)
-        logits = await self._running.worker.forward([token], position, self._slots, wants_logits=True)
-        assert logits is not None
-        self._publish()
-        return logits
-
-    async def _grow(self, blocks: int) -> None:
-        taken = await self.blocks.take(blocks)
-        self._slots += taken
-        await self._running.worker.clear(taken)
-
-    def _publish(self) -> None:
-        """Share the blocks that have filled up since the last call."""
-        filled = len(self._tokens) // self._block_tokens
-        if filled > self._published and self.blocks.is_sharing:
-            chain = self._namespace.chain(self._tokens)[self._published : filled]
-            self.blocks.publish(chain, self._slots[self._published : filled])
-        self._published = filled
+    loop: EngineLoop | None = None
+    task: "asyncio.Task[None] | None" = None
 
 
 def layout_of(model: LoadedModel, block_tokens: int) -> KVLayout:
@@ -412,6 +329,10 @@ def layout_of(model: LoadedModel, block_tokens: int) -> KVLayout:
 def block_bytes_of(model: LoadedModel, block_tokens: int) -> int:
     """Return the bytes of one block, for sizing the pool from bytes."""
     return layout_of(model, block_tokens).block_bytes
+
+
+def _step_tokens(settings: EngineSettings, device: torch.device) -> int:
+    return settings.step_tokens or _STEP_TOKENS.get(device.type, _OTHER_STEP_TOKENS)
 
 
 def _refuse_more_than_memory(wanted_bytes: int, device: torch.device) -> None:

@@ -1,9 +1,10 @@
 """BlockSupply and RequestBlocks: where a request's page slots come from, and what is reused and shared.
 
 A request takes slots from the manager's top tier. If the tier cannot give one in time (everything in it is
-leased, or waits to be written to a store that hangs), it takes one of the spare pages, which belong to no
-tier: enough for one sequence of full length, so that no state of the store can fail a request. Blocks in
-spare pages, and those after them, are not shared.
+leased, or waits to be written to a store that hangs), blocks go that are stored nowhere else; and if that
+does not help either, it takes one of the spare pages, which belong to no tier: enough for one sequence of
+full length, so that no state of the store can fail a request. Blocks in spare pages, and those after them,
+are not shared.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.errors import KVStoreError, TierFull
+from kvstore.errors import KVStoreError
 from kvstore.keys import PrefixChain
 from kvstore.manager import BlockManager
 from kvstore.miss import MissReason
@@ -27,6 +28,9 @@ NO_STORE, NOT_WORTH_LOADING = "no_store", "not_worth_loading"
 """Miss reasons of the engine's own, beside those of MissReason."""
 
 _GUARD_S = 0.25
+
+_LATE = 2.0
+"""A load that takes so many times what was expected is late: the request begins to prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,32 +60,55 @@ class LoadedPrefix:
 
 @dataclass(slots=True)
 class BlockSupply:
-    """Slots for requests: from a manager's top tier if there is one, else and in need from spare pages."""
+    """Slots for requests: from a manager's top tier if there is one, else and in need from spare pages.
+
+    ``holders`` counts, for each slot in use, the requests that have it.
+    """
 
     manager: BlockManager | None
+    num_slots: int
     policy: LoadPolicy
     spare: list[Slot]
     waits: Waits = field(default_factory=Waits)
     clock: Callable[[], float] = time.monotonic
     faults: Counter[str] = field(default_factory=Counter)
+    holders: Counter[Slot] = field(default_factory=Counter)
+
+    def free_blocks(self) -> int:
+        """Return how many slots are free, or can be had by evicting; without a manager, the spare pages."""
+        if self.manager is None:
+            return len(self.spare)
+        return self.num_slots - self.manager.num_kept_slots
+
+    @property
+    def rescue_blocks(self) -> int:
+        """Pages that only a request without company may count on."""
+        return 0 if self.manager is None else len(self.spare)
 
     def begin(self) -> "RequestBlocks":
-        """Return the blocks of a new request; its ``end`` must be called."""
+        """Return the blocks of a request that gets a seat; its ``end`` must be called."""
         return RequestBlocks(self, self.manager.new_owner() if self.manager else None)
 
 
 class RequestBlocks:
-    """The slots of one request, in chain order after ``load`` and ``take``."""
+    """The slots of one seated request, in chain order. All of them are given back by ``end``."""
 
     def __init__(self, supply: BlockSupply, owner: Owner | None) -> None:
         self._supply = supply
         self._owner = owner
         self._private: list[Slot] = []
+        self.slots: list[Slot] = []
 
     @property
     def is_sharing(self) -> bool:
         """Whether blocks that fill up are still worth publishing."""
         return self._owner is not None and not self._private
+
+    @property
+    def num_releasable(self) -> int:
+        """Slots that no other request has."""
+        holders = self._supply.holders
+        return sum(holders[slot] == 1 for slot in self.slots)
 
     async def load(self, chain: PrefixChain) -> LoadedPrefix:
         """Load the longest stored prefix that is worth it, within the waits allowed. Never raises."""
@@ -107,28 +134,37 @@ class RequestBlocks:
                 supply.policy.note_load(tiers_asked, now_s - fetch_started_s)
         else:
             supply.policy.note_load(tiers, now_s - fetch_started_s)
-        slots = tuple(block.slot for block in fetched.blocks)
-        return LoadedPrefix(slots, tiers, match.blocks, reason, now_s - started_s)
+        slots = self._hold([block.slot for block in fetched.blocks])
+        return LoadedPrefix(tuple(slots), tiers, match.blocks, reason, now_s - started_s)
 
-    async def take(self, count: int) -> list[Slot]:
-        """Return ``count`` slots to compute into.
+    def join(self, chain: PrefixChain) -> int:
+        """Take the leading blocks of ``chain``, which follows the slots, that are in the top tier now."""
+        supply = self._supply
+        if supply.manager is None or self._owner is None or not self.is_sharing or not len(chain):
+            return 0
+        fetched = supply.manager.fetch_leading_at_once(chain, owner=self._owner)
+        return len(self._hold([block.slot for block in fetched.blocks]))
 
-        Raises:
-            TierFull: the spare pages are used up too: more tokens than the engine was made for.
+    def take(self, count: int, *, is_pressing: bool) -> list[Slot] | None:
+        """Take ``count`` more slots to compute into; None if they are not to be had at once.
+
+        If it ``is_pressing``, blocks that are stored nowhere else make room, and spare pages are used.
         """
         supply = self._supply
         if supply.manager is not None and self._owner is not None and not self._private:
-            try:
-                return await supply.manager.reserve_unnamed(
-                    count, supply.policy.block_bytes, owner=self._owner, timeout_s=supply.waits.reserve_s
-                )
-            except TierFull:
-                supply.faults["reserve_full"] += 1
+            slots = supply.manager.reserve_unnamed_at_once(
+                count, supply.policy.block_bytes, owner=self._owner, is_pressing=is_pressing
+            )
+            if slots is not None:
+                return self._hold(slots)
+            if not is_pressing:
+                return None
+            supply.faults["reserve_full"] += 1
         if count > len(supply.spare):
-            raise TierFull(f"engine: {count} spare pages wanted, {len(supply.spare)} free")
+            return None
         taken = [supply.spare.pop() for _ in range(count)]
         self._private += taken
-        return taken
+        return self._hold(taken)
 
     def publish(self, chain: PrefixChain, slots: Sequence[Slot]) -> None:
         """Share filled blocks; those stored already stay private to this request. Never raises."""
@@ -145,10 +181,20 @@ class RequestBlocks:
 
     def end(self) -> None:
         """Give everything back. The request must not compute any more. Idempotent."""
-        if self._owner is not None and self._supply.manager is not None:
-            self._supply.manager.release_owner(self._owner)
-        self._supply.spare += self._private
-        self._private, self._owner = [], None
+        supply = self._supply
+        if self._owner is not None and supply.manager is not None:
+            supply.manager.release_owner(self._owner)
+        supply.spare += self._private
+        for slot in self.slots:
+            supply.holders[slot] -= 1
+            if not supply.holders[slot]:
+                del supply.holders[slot]
+        self._private, self._owner, self.slots = [], None, []
+
+    def _hold(self, slots: list[Slot]) -> list[Slot]:
+        self.slots += slots
+        self._supply.holders.update(slots)
+        return slots
 
     async def _match(self, manager: BlockManager, chain: PrefixChain) -> PrefixMatch:
         wait_s = self._supply.waits.match_s
@@ -167,8 +213,8 @@ class RequestBlocks:
         self, manager: BlockManager, owner: Owner, chain: PrefixChain, tiers: Sequence[str]
     ) -> Fetched:
         supply = self._supply
-        # Waiting longer than a prefill takes is never worth it.
-        wait_s = min(supply.waits.load_s, supply.policy.expected_prefill_s(len(tiers)))
+        # What comes later is still taken over, at the place that prefill has come to by then.
+        wait_s = min(supply.waits.load_s, _LATE * supply.policy.expected_load_s(tiers))
         wait_s = max(wait_s, supply.waits.shortest_load_s)
         try:
             async with asyncio.timeout(wait_s + _GUARD_S):

@@ -2,20 +2,24 @@
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from aiohttp import web
 
+from kvstore.async_client import AsyncKVStore
+from kvstore.client_state import Timeouts
+from kvstore.doors import Doors
 from kvstore.errors import InvalidConfig
 from kvstore.tier import Tier
-from kvstore_engine_adapter.http_face import HttpFace
+from kvstore_engine_adapter.faces.engine_doors import DoorOptions, EngineDoors
+from kvstore_engine_adapter.faces.face_server import FaceServer
+from kvstore_engine_adapter.faces.http_face import FaceDoors, HttpFace
+from kvstore_engine_adapter.faces.record_access import SessionLimits
 from kvstore_engine_adapter.model import LoadedModel, load_model
 from kvstore_engine_adapter.page_pool import TORCH_DTYPES
 from kvstore_engine_adapter.paged_engine import (
@@ -32,26 +36,31 @@ _LEAST_BLOCKS = 2
 _LEAST_DRAIN_S = 0.1
 _CLOSE_S = 0.25
 _MAX_SALT_BYTES = 4096
+_RECORD_TIMES = Timeouts(fetch_s=1.0, put_s=1.0, control_s=1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
     """What ``kvstore engine`` is told; ``store`` is a store's address, None for reuse within the engine only.
 
-    ``kv_cache_bytes`` and ``num_blocks`` both size the ``vram`` tier: at most one is given, and
-    ``max_model_tokens`` does not exceed what it holds (None: the most that it does). ``grace_s`` is the time
-    that requests under way and unwritten blocks have after the signal that ends it. Digests of
-    model files are remembered in ``cache_folder``.
+    ``kv_cache_bytes``, ``num_blocks`` and ``gpu_memory_ratio`` (of a CUDA device's memory, weights included)
+    all size the ``vram`` tier: at most one is given, and ``max_model_tokens`` does not exceed what it holds
+    (None: the most that it does). ``grace_s`` is the time that requests under way and unwritten blocks have
+    after the signal that ends it. Digests of model files are remembered in ``cache_folder``. Sessions and
+    responses are kept in the store if there is one, else in memory, within ``session_limits``.
     """
 
     model: Path
     store: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
+    doors: DoorOptions = field(default_factory=DoorOptions)
+    session_limits: SessionLimits = field(default_factory=SessionLimits)
     served_model_name: str | None = None
     max_model_tokens: int | None = None
     kv_cache_bytes: int | None = None
     num_blocks: int | None = None
+    gpu_memory_ratio: float | None = None
+    max_num_seqs: int = 32
+    tensor_parallel_size: int = 1
     block_tokens: int = 16
     threads: int = 1
     dtype: str = "bfloat16"
@@ -74,7 +83,8 @@ async def serve_engine(options: ServeOptions, announce: Callable[[dict[str, obje
         InvalidLayout: blocks of that size cannot be stored.
         TierUnavailable: the store's address is no address.
     """
-    _refuse_open_doors(options.host)
+    _refuse_what_excludes(options)
+    engine_doors = await asyncio.to_thread(EngineDoors.make, options.doors)
     device = _device(options.device)
     salt = _tenant_salt(options.tenant_salt_file)
     torch.set_num_threads(options.threads)
@@ -83,27 +93,63 @@ async def serve_engine(options: ServeOptions, announce: Callable[[dict[str, obje
     model = await asyncio.to_thread(
         load_model, options.model, dtype=dtype, device=device, cache_folder=options.cache_folder
     )
+    engine = PagedEngine(model, _settings(options, model, salt), lower=options.lower)
+    await engine.open()
+    left_s = options.grace_s
+    try:
+        async with _records(options.store) as records:
+            face_doors = FaceDoors(
+                gate=engine_doors.doors.gate,
+                has_tenants=engine_doors.has_tenants,
+                records=records,
+                limits=options.session_limits,
+                salt=salt,
+            )
+            name = options.served_model_name or model.config.name
+            face = HttpFace(engine, model.tokenizer, model_name=name, doors=face_doors)
+            left_s = await _serve(options, engine, face, engine_doors.doors, announce, stopped)
+    finally:
+        await _close_engine(engine, max(left_s, _LEAST_DRAIN_S))
+
+
+@contextlib.asynccontextmanager
+async def _records(store: str | None) -> AsyncIterator[AsyncKVStore | None]:
+    """Have a client of the store for sessions, and its outages watched; None where there is no store."""
+    if store is None:
+        yield None
+        return
+    watching = asyncio.create_task(StoreWatch(store).run())
+    try:
+        async with await AsyncKVStore.connect(store, timeouts=_RECORD_TIMES) as client:
+            yield client
+    finally:
+        watching.cancel()
+        await asyncio.wait([watching])
+
+
+def _refuse_what_excludes(options: ServeOptions) -> None:
+    if options.tensor_parallel_size != 1:
+        raise InvalidConfig(
+            f"engine: --tensor-parallel-size {options.tensor_parallel_size}: this engine runs on one device:"
+            " give 1"
+        )
+    if options.doors.api_keys is not None and options.tenant_salt_file is not None:
+        raise InvalidConfig(
+            "engine: --api-keys and --tenant-salt-file exclude each other: a keyring gives each tenant a salt"
+        )
+
+
+def _settings(options: ServeOptions, model: LoadedModel, salt: bytes) -> EngineSettings:
     num_blocks = _num_blocks(options, model)
-    settings = EngineSettings(
+    return EngineSettings(
         block_tokens=options.block_tokens,
         max_model_tokens=_max_model_tokens(options, model, num_blocks),
         num_blocks=num_blocks,
         is_reusing=options.is_reusing,
         tenant_salt=salt,
+        max_num_seqs=options.max_num_seqs,
+        compiled_folder=None if options.cache_folder is None else options.cache_folder / "compiled",
     )
-    engine = PagedEngine(model, settings, lower=options.lower)
-    name = options.served_model_name or model.config.name
-    await engine.open()
-    left_s = options.grace_s
-    watching = None if options.store is None else asyncio.create_task(StoreWatch(options.store).run())
-    try:
-        face = HttpFace(engine, model.tokenizer, model_name=name)
-        left_s = await _serve(options, engine, face, announce, stopped)
-    finally:
-        if watching is not None:
-            watching.cancel()
-            await asyncio.wait([watching])
-        await _close_engine(engine, max(left_s, _LEAST_DRAIN_S))
 
 
 async def _close_engine(engine: PagedEngine, drain_s: float) -> None:
@@ -120,33 +166,26 @@ async def _serve(
     options: ServeOptions,
     engine: PagedEngine,
     face: HttpFace,
+    doors: Doors,
     announce: Callable[[dict[str, object]], None],
     stopped: asyncio.Event,
 ) -> float:
     """Serve until the signal, and end the requests; returns what is left of the grace, in seconds."""
-    runner = face.runner(shutdown_s=_CLOSE_S / 2)
-    await runner.setup()
+    server = FaceServer(face, tls=doors.tls, shutdown_s=_CLOSE_S / 2)
+    doors.start()
     try:
-        site = web.TCPSite(runner, options.host, options.port)
-        try:
-            await site.start()
-        except OSError as error:
-            raise InvalidConfig(
-                f"engine: {options.host}:{options.port} cannot be listened on: {error.strerror}: "
-                "choose another --port, or 0 for a free one"
-            ) from error
+        await server.start(options.doors.address, options.doors.port)
         if stopped.is_set():
             return options.grace_s
-        host, port = runner.addresses[0][:2]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        announce({"event": "ready", "url": url, "context_tokens": engine.context_tokens})
+        announce({"event": "ready", "url": server.url, "context_tokens": engine.context_tokens})
         await stopped.wait()
         started_s = time.monotonic()
-        await site.stop()
+        await server.stop_listening()
         await face.close(grace_s=options.grace_s)
         return options.grace_s - (time.monotonic() - started_s)
     finally:
-        await runner.cleanup()
+        await server.stop()
+        doors.stop()
 
 
 def _stop_event() -> asyncio.Event:
@@ -156,18 +195,6 @@ def _stop_event() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     return stopped
-
-
-def _refuse_open_doors(host: str) -> None:
-    try:
-        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError as error:
-        raise InvalidConfig(f"engine: --host {host!r} is no IP address") from error
-    if not is_loopback:
-        raise InvalidConfig(
-            f"engine: --host {host} is not loopback, and this server has no authentication: "
-            "listen on 127.0.0.1 and put a proxy with TLS and authentication before it"
-        )
 
 
 def _device(name: str) -> torch.device:
@@ -196,18 +223,41 @@ def _num_blocks(options: ServeOptions, model: LoadedModel) -> int | None:
     Raises:
         InvalidConfig: it holds no block of prompt with a token of answer.
     """
-    if options.kv_cache_bytes is None:
+    block_bytes = block_bytes_of(model, options.block_tokens)
+    if options.gpu_memory_ratio is not None:
+        num_blocks = _blocks_in_device(options.gpu_memory_ratio, options, model)
+        given = f"--gpu-memory-utilization {options.gpu_memory_ratio:g}"
+    elif options.kv_cache_bytes is not None:
+        num_blocks = options.kv_cache_bytes // block_bytes
+        given = f"--kv-cache-bytes {options.kv_cache_bytes}"
+    elif options.num_blocks is not None:
         num_blocks, given = options.num_blocks, f"--num-blocks {options.num_blocks}"
     else:
-        num_blocks = options.kv_cache_bytes // block_bytes_of(model, options.block_tokens)
-        given = f"--kv-cache-bytes {options.kv_cache_bytes}"
-    if num_blocks is not None and num_blocks < _LEAST_BLOCKS:
-        block_bytes = block_bytes_of(model, options.block_tokens)
+        return None
+    if num_blocks < _LEAST_BLOCKS:
         raise InvalidConfig(
             f"engine: {given}, in blocks of {block_bytes} bytes holds {num_blocks}: "
             f"give at least {_LEAST_BLOCKS}, one of prompt and one of answer"
         )
     return num_blocks
+
+
+def _blocks_in_device(ratio: float, options: ServeOptions, model: LoadedModel) -> int:
+    """Return how many blocks a share of a device's memory holds beside what is in it, and the spare pages.
+
+    Raises:
+        InvalidConfig: the model is on no CUDA device.
+    """
+    if options.device != "cuda":
+        raise InvalidConfig(
+            "engine: --gpu-memory-utilization is of a CUDA device: with --device cpu give --kv-cache-bytes"
+        )
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    left_bytes = int(total_bytes * ratio) - (total_bytes - free_bytes)
+    # The engine takes pages for one sequence of full length beside the tier, and one that nothing is in.
+    longest = options.max_model_tokens or default_context_tokens(model)
+    spare = -(-longest // options.block_tokens) + 1
+    return max(0, left_bytes // block_bytes_of(model, options.block_tokens) - spare)
 
 
 def _max_model_tokens(options: ServeOptions, model: LoadedModel, num_blocks: int | None) -> int | None:

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,23 @@ _CONTROL, _USER_DEFINED = 3, 4
 # Composing to NFC makes a text's UTF-8 at most 3.5 times shorter (all of Unicode 14): U+1FBE U+0308 U+0301,
 # 7 bytes, become U+0390, 2 bytes.
 _NFC_SHRINKING = 4
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE_MARK = "\u2581"
 _END_NAMES = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
+
+
+def _byte_characters() -> dict[str, bytes]:
+    """Return the byte that each character of a byte-level vocabulary stands for.
+
+    Printable bytes stand as themselves, the others in order from U+0100 on (GPT-2, encoder.py).
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = {chr(byte): bytes([byte]) for byte in printable}
+    return characters | {chr(0x100 + place): bytes([byte]) for place, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_characters()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +75,16 @@ class ModelTokenizer:
         self._bos_token = inner.token_to_id(bos) if adds_bos and bos else None
         self.end_tokens = end_tokens
         self._token_max_bytes = _token_max_bytes(inner)
+        added = inner.get_added_tokens_decoder()
+        self._added = frozenset(added)
+        self._special = frozenset(token for token, entry in added.items() if entry.special)
+        self._is_byte_level = isinstance(inner.decoder, decoders.ByteLevel)
         self._template = None if chat_template is None else _compiled(chat_template)
+
+    @property
+    def special_tokens(self) -> frozenset[int]:
+        """Tokens that stand for no text, such as ends and roles."""
+        return self._special
 
     @property
     def vocab_size(self) -> int:
@@ -75,6 +101,34 @@ class ModelTokenizer:
             tokens.insert(0, self._bos_token)
         return tokens
 
+    def encode_prompt(self, text: str, *, context_tokens: int | None = None) -> list[int]:
+        """Return the tokens of a prompt, as ``encode``.
+
+        One that cannot have fewer than ``context_tokens`` tokens is refused before it costs the seconds that
+        megabytes take to tokenize; one that passes may still turn out too long.
+
+        Raises:
+            PromptTooLong: its length in bytes says that it has ``context_tokens`` tokens or more.
+        """
+        least_tokens = self.least_tokens(text)
+        if context_tokens is not None and least_tokens >= context_tokens:
+            raise PromptTooLong(
+                f"prompt: {len(text)} characters, which are {least_tokens} tokens or more, the context is "
+                f"{context_tokens} including at least one token of answer: shorten the prompt or raise the "
+                "model length"
+            )
+        return self.encode(text)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token stands for; a special token stands for its name."""
+        text = self._inner.id_to_token(token) or ""
+        if token in self._added:
+            return text.encode("utf-8")
+        if self._is_byte_level:
+            return b"".join(_BYTE_OF.get(character) or character.encode("utf-8") for character in text)
+        byte = _BYTE_TOKEN.fullmatch(text)
+        return bytes([int(byte[1], 16)]) if byte else text.replace(_SPACE_MARK, " ").encode("utf-8")
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special ones; bytes that are no UTF-8 become U+FFFD."""
         return self._inner.decode(list(tokens), skip_special_tokens=True)
@@ -87,12 +141,11 @@ class ModelTokenizer:
     def encode_chat(self, messages: Sequence[ChatMessage], *, context_tokens: int | None = None) -> list[int]:
         """Return the tokens of a conversation, up to where the model's answer begins.
 
-        A conversation that cannot have fewer than ``context_tokens`` tokens is refused before it costs the
-        seconds that megabytes take to tokenize; one that passes may still turn out too long.
+        ``context_tokens`` is as in ``encode_prompt``.
 
         Raises:
             InvalidRequest: the model has no chat template, or the template refuses the messages.
-            PromptTooLong: its length in bytes says that it has ``context_tokens`` tokens or more.
+            PromptTooLong: as ``encode_prompt``.
         """
         if self._template is None:
             raise InvalidRequest("chat: this model carries no chat template")
@@ -106,14 +159,7 @@ class ModelTokenizer:
             )
         except jinja2.TemplateError as error:
             raise InvalidRequest(f"chat: the model's template refuses these messages: {error}") from error
-        least_tokens = self.least_tokens(text)
-        if context_tokens is not None and least_tokens >= context_tokens:
-            raise PromptTooLong(
-                f"prompt: {len(text)} characters, which are {least_tokens} tokens or more, the context is "
-                f"{context_tokens} including at least one token of answer: shorten the prompt or raise the "
-                "model length"
-            )
-        return self.encode(text)
+        return self.encode_prompt(text, context_tokens=context_tokens)
 
 
 class TextStream:

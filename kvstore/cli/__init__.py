@@ -43,6 +43,7 @@ COMMANDS = (
         "kvstore.cli.erase_command",
         "destroy a tenant's key, so that nothing stored for it can be read again",
     ),
+    Command("records", "kvstore.cli.records_command", "list, read, store and forget records"),
     Command("config", "kvstore.cli.config_command", "check a configuration file and show what is in force"),
     Command("keys", "kvstore.cli.keys_command", "make and change the file of API keys"),
     Command("engine", "kvstore.cli.engine", "run an inference replica over a store"),

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import logging
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 from kvstore.config import cache_folder
 from kvstore.errors import KVStoreError
 from kvstore.log_limit import LimitedTracebacks
+from kvstore.records import MAX_TTL_S
+from kvstore.secret_source import EXPECTED, SecretSource
 
 if TYPE_CHECKING:
     from kvstore_engine_adapter.serve_engine import ServeOptions
@@ -22,17 +25,15 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = subparsers.add_parser(
         "engine",
         help="run the bundled inference engine",
-        description="Serve a Llama-architecture model over HTTP (POST /v1/chat/completions, GET /v1/models),"
-        " reusing KV blocks from a store. Prints one JSON line with the URL on stdout when ready. SIGTERM"
-        " ends it. Exit status: 0 ended by a signal, 1 failed, 2 usage or bad input.",
+        description="Serve a Llama-architecture model over HTTP to clients of OpenAI's API (chats,"
+        " completions, responses) and of TGI's, reusing KV blocks from a store. Prints one JSON line with the"
+        " URL on stdout when ready. SIGTERM ends it. Exit status: 0 ended by a signal, 1 failed, 2 usage or"
+        " bad input.",
     )
     parser.add_argument("--model", type=Path, required=True, metavar="PATH", help="GGUF or model folder")
     parser.add_argument("--store", metavar="ADDRESS", help="address of a store (default: none)")
     parser.add_argument("--no-reuse", action="store_true", help="compute every prompt; keep no blocks at all")
-    parser.add_argument("--host", default="127.0.0.1", help="a loopback address (default: %(default)s)")
-    parser.add_argument(
-        "--port", type=_whole(0, 65535), default=8000, help="0: a free one (default: %(default)s)"
-    )
+    _add_doors(parser)
     parser.add_argument("--served-model-name", metavar="NAME", help="default: the model's own name")
     parser.add_argument(
         "--max-model-len",
@@ -40,10 +41,25 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="TOKENS",
         help="prompt and answer (default: what model and vram tier hold, up to 8192)",
     )
+    parser.add_argument(
+        "--max-num-seqs",
+        type=_whole(1, 4096),
+        default=32,
+        help="requests that run at a time (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tensor-parallel-size", type=_whole(1, 1024), default=1, metavar="N", help="default: %(default)s"
+    )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--kv-cache-bytes", type=_whole(1), metavar="BYTES", help="size of the vram tier")
     size.add_argument(
         "--num-blocks", type=_whole(1), help="size of the vram tier (default: 4 full sequences)"
+    )
+    size.add_argument(
+        "--gpu-memory-utilization",
+        type=_ratio,
+        metavar="RATIO",
+        help="share of a CUDA device's memory that weights and vram tier take",
     )
     parser.add_argument("--block-tokens", type=_whole(1, 65535), default=16, help="default: %(default)s")
     parser.add_argument(
@@ -64,7 +80,54 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="SECONDS",
         help="time for requests under way and unwritten blocks after SIGTERM (default: %(default)g)",
     )
+    parser.add_argument(
+        "--session-ttl",
+        type=_seconds_of_session,
+        default=86_400.0,
+        metavar="SECONDS",
+        help="how long sessions and responses stay after their last use (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--session-quota-bytes",
+        type=_whole(1),
+        default=64 << 20,
+        metavar="BYTES",
+        help="what the sessions and responses of one API key's tenant may take (default: %(default)s)",
+    )
     parser.set_defaults(run=run)
+
+
+def _add_doors(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="an IP address; off loopback an API key and --tls-folder are required (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--port", type=_whole(0, 65535), default=8000, help="0: a free one (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="what clients must show; everybody on the machine can read it in the list of processes: rather"
+        " set KVSTORE_ENGINE_API_KEY or give a file",
+    )
+    parser.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="file whose first line is the API key"
+    )
+    parser.add_argument(
+        "--api-keys",
+        type=_place,
+        metavar="PLACE",
+        help="file:/PATH or env:NAME of a keyring of kvstore keys: each tenant has sessions and blocks of its"
+        " own",
+    )
+    parser.add_argument(
+        "--tls-folder",
+        type=Path,
+        metavar="DIR",
+        help="folder with tls.crt and tls.key, and ca.crt for mutual TLS",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,6 +154,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> "ServeOptions":
     # The engine's packages are an extra, see run().
+    from kvstore_engine_adapter.faces.engine_doors import DoorOptions
+    from kvstore_engine_adapter.faces.record_access import SessionLimits
     from kvstore_engine_adapter.serve_engine import ServeOptions
 
     lower = []
@@ -101,12 +166,22 @@ def _options(args: argparse.Namespace) -> "ServeOptions":
     return ServeOptions(
         model=args.model,
         store=args.store,
-        host=args.host,
-        port=args.port,
+        doors=DoorOptions(
+            host=args.host,
+            port=args.port,
+            api_key=args.api_key,
+            api_key_file=args.api_key_file,
+            api_keys=args.api_keys,
+            tls_folder=args.tls_folder,
+        ),
+        session_limits=SessionLimits(ttl_s=args.session_ttl, quota_bytes=args.session_quota_bytes),
         served_model_name=args.served_model_name,
         max_model_tokens=args.max_model_len,
         kv_cache_bytes=args.kv_cache_bytes,
         num_blocks=args.num_blocks,
+        gpu_memory_ratio=args.gpu_memory_utilization,
+        max_num_seqs=args.max_num_seqs,
+        tensor_parallel_size=args.tensor_parallel_size,
         block_tokens=args.block_tokens,
         threads=args.threads,
         dtype=args.dtype,
@@ -142,11 +217,30 @@ def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
     return read
 
 
-def _seconds(text: str) -> float:
+def _number(text: str, low: float, high: float, what: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = -1.0
-    if not 0 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of seconds from 0 to 3600")
+        value = math.nan
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no {what} from {low:g} to {high:.10g}")
     return value
+
+
+def _seconds(text: str) -> float:
+    return _number(text, 0, 3600, "number of seconds")
+
+
+def _seconds_of_session(text: str) -> float:
+    return _number(text, 1, MAX_TTL_S / 2, "number of seconds")
+
+
+def _ratio(text: str) -> float:
+    return _number(text, 0.01, 1, "share")
+
+
+def _place(text: str) -> SecretSource:
+    try:
+        return SecretSource.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}: expected {EXPECTED}") from None

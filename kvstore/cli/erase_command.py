@@ -65,6 +65,7 @@ def _show(report: EraseReport, *, as_json: bool) -> None:
     print(f"{report.keys} keys destroyed")
     for tier, count in sorted(report.blocks.items()):
         print(f"{count} blocks forgotten in {tier}")
+    print(f"{report.records} records removed")
     if report.leased_blocks:
         print(f"{report.leased_blocks} of them are leased: overwritten when their leases end")
 

@@ -60,10 +60,12 @@ async def flush(call: Call) -> web.StreamResponse:
 async def check(call: Call) -> web.StreamResponse:
     """Verify the store's invariants and a sample of checksums."""
     manager = call.service.manager
-    sample_blocks = call.values.integer("sample_blocks")
-    work = manager.check(sample_blocks=64 if sample_blocks is None else sample_blocks)
+    asked = call.values.integer("sample_blocks")
+    sample_blocks = 64 if asked is None else asked
+    work = manager.check(sample_blocks=sample_blocks)
     try:
         problems = await call.service.late_work.within(work, call.patience_s, "a check")
+        problems += await call.service.records.check(sample_records=sample_blocks)
     except TimedOut as error:
         # The invariants are checked without I/O; it is the sample of checksums that takes time.
         problems = [str(error), *await manager.check(sample_blocks=0)]

@@ -37,6 +37,7 @@ def _families(stats: Mapping[str, object]) -> Iterator[tuple[str, str, str, Samp
     yield from _lookups(stats)
     yield from _events(stats)
     yield from _transfers(stats)
+    yield from _records(_nested(stats, "records"))
     yield from _http(_nested(stats, "http"))
 
 
@@ -87,6 +88,25 @@ def _transfers(stats: Mapping[str, object]) -> Iterator[tuple[str, str, str, Sam
             labels = {"origin": origin, "target": target}
             samples.append((labels, _number(_nested(transfers, about).get(member))))
         yield f"kvstore_transfers_{member}_total", "counter", f"Moves between tiers, in {member}.", samples
+
+
+def _records(records: Mapping[str, object]) -> Iterator[tuple[str, str, str, Samples]]:
+    copies = _nested(records, "copies")
+    for member, text in (
+        ("records", "Records kept on this node, copies of shared ones included."),
+        ("used_bytes", "What they count for."),
+        ("capacity_bytes", "What they may count for."),
+    ):
+        name = "kvstore_records" if member == "records" else f"kvstore_records_{member}"
+        yield name, "gauge", text, _single(copies or records, member)
+    yield "kvstore_records_up_ratio", "gauge", "1 if records are served.", _single(records, "is_up")
+    for member, label, text in (
+        ("puts", "outcome", "Puts of records, by how they ended."),
+        ("gets", "place", "Reads of records, by where they were read, or how they ended."),
+        ("absent", "reason", "Records that were asked for and are not there."),
+        ("events", "event", "What happened to records beside that: docs/stats.md."),
+    ):
+        yield f"kvstore_records_{member}_total", "counter", text, _by(label, _nested(records, member))
 
 
 def _http(http: Mapping[str, object]) -> Iterator[tuple[str, str, str, Samples]]:

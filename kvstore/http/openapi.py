@@ -9,6 +9,12 @@ from kvstore.http.refusal import ErrorCode
 from kvstore.http.routes import ROUTES, Route
 from kvstore.http.schema import Schema
 from kvstore.http.service import CHECKSUM_HEADER
+from kvstore.record_headers import CURRENT_HEADER, LEFT_HEADER, PLACE_HEADER, SALT_HEADER, TOKEN_HEADER
+
+_PUT_STATUSES = {
+    code.status for code in (ErrorCode.CONFLICT, ErrorCode.UNAVAILABLE, ErrorCode.QUOTA, ErrorCode.NO_ROOM)
+}
+"""Statuses of puts of records that say how the put ended."""
 
 Json = dict[str, Any]
 """A JSON object. Any: JSON."""
@@ -22,6 +28,7 @@ _FRAMED = "The length of a JSON head as u32, little-endian; the head; the payloa
 _FETCH_HEAD = "Head: blocks, length_bytes, checksums, origins, reason."
 _MISS_STATUS = ErrorCode.MISS.status
 _MISSING = ("get_block", "head_block")
+_ABOUT_RECORDS = "/v1/records/"
 _STORE_HEAD = "Head: namespace, keys, start, parent, part, length_bytes, checksums, timeout_s."
 
 
@@ -65,13 +72,15 @@ def _operation(route: Route) -> Json:
         parameters.append(
             _header(CHECKSUM_HEADER, schemas.CHECKSUM) | {"name": CHECKSUM_HEADER, "in": "header"}
         )
+    if route.path.startswith(_ABOUT_RECORDS):
+        parameters += _record_headers(route)
     if parameters:
         operation["parameters"] = parameters
     if route.body is not None:
         operation["requestBody"] = {"required": True, "content": _json_content(route.body)}
     if route.takes_payload:
         content: Json = {PAYLOAD_TYPE: {"schema": _BINARY}}
-        text = "The payload." if route.name == "put_block" else f"{_FRAMED} {_STORE_HEAD}"
+        text = f"{_FRAMED} {_STORE_HEAD}" if route.name == "store" else "The payload."
         operation["requestBody"] = {"required": True, "description": text, "content": content}
     return operation
 
@@ -93,11 +102,35 @@ def _responses(route: Route) -> Json:
     if route.is_public:
         return responses
     for status in sorted({code.status for code in ErrorCode if _may_answer(route, code)}):
-        kind = "miss" if status == _MISS_STATUS and route.name in _MISSING else "error"
+        kind = _kind(route, status)
         if route.method == "HEAD":
             kind += "-without-body"
         responses[str(status)] = {"$ref": f"#/components/responses/{kind}-{status}"}
     return responses
+
+
+def _kind(route: Route, status: int) -> str:
+    """Return the name of the answers that a route gives with the status of an error."""
+    if status == _MISS_STATUS and route.name in _MISSING:
+        return "miss"
+    if route.name == "get_record" and status == ErrorCode.NO_RECORD.status:
+        return "absent"
+    if route.name == "put_record" and status in _PUT_STATUSES:
+        return "unstored"
+    return "error"
+
+
+def _record_headers(route: Route) -> list[Json]:
+    """Return the headers that an operation on records looks at."""
+    schemas_of = {SALT_HEADER: schemas.TENANT_SALT}
+    if route.name == "put_record":
+        schemas_of |= {
+            "If-Match": schemas.RECORD_CONDITION,
+            "If-None-Match": schemas.RECORD_ABSENCE,
+            TOKEN_HEADER: schemas.RECORD_TOKEN,
+            CHECKSUM_HEADER: schemas.CHECKSUM,
+        }
+    return [_header(name, schema) | {"name": name, "in": "header"} for name, schema in schemas_of.items()]
 
 
 def _named_responses() -> Json:
@@ -108,6 +141,13 @@ def _named_responses() -> Json:
         without_body: Json = {"description": f"Codes: {', '.join(words)}."}
         responses[f"error-without-body-{status}"] = without_body
         responses[f"error-{status}"] = {**without_body, "content": _json_content(schemas.ERROR)}
+        if status in _PUT_STATUSES:
+            responses[f"unstored-{status}"] = {
+                **without_body,
+                "content": _json_content(schemas.RECORD_REFUSED),
+            }
+        if status == ErrorCode.NO_RECORD.status:
+            responses[f"absent-{status}"] = {**without_body, "content": _json_content(schemas.RECORD_ABSENT)}
     miss: Json = {
         "description": "A miss, with its reason, or a namespace that is not open.",
         "headers": {REASON_HEADER: {"schema": schemas.MISS["properties"]["reason"]}},
@@ -147,6 +187,17 @@ def _good(route: Route) -> Json:
     response: Json = {"description": "The payload."}
     if route.name == "fetch":
         response["description"] = f"{_FRAMED} {_FETCH_HEAD}"
+    elif route.name == "get_record":
+        response["headers"] = {
+            name: {"schema": {"type": "string"}, "description": text}
+            for name, text in {
+                "ETag": "Its version.",
+                PLACE_HEADER: "Where it was read.",
+                CURRENT_HEADER: "true if that is where versions are decided, else false.",
+                LEFT_HEADER: "Seconds until its time is over.",
+            }.items()
+        }
+        response["headers"][CHECKSUM_HEADER] = {"schema": schemas.CHECKSUM}
     else:
         response["headers"] = {
             ORIGIN_HEADER: {"schema": {"type": "string"}, "description": "Tier it came from."}
@@ -169,6 +220,10 @@ def _may_answer(route: Route, code: ErrorCode) -> bool:
         ErrorCode.UNKNOWN_NAMESPACE: names_blocks,
         ErrorCode.UNKNOWN_LEASE: route.name in ("release", "renew"),
         ErrorCode.MISS: route.name in _MISSING,
+        ErrorCode.NO_RECORD: route.name == "get_record",
+        ErrorCode.CONFLICT: route.name == "put_record",
+        ErrorCode.QUOTA: route.name == "put_record",
+        ErrorCode.NO_ROOM: route.name == "put_record",
         ErrorCode.REQUEST_TIMEOUT: has_body,
         ErrorCode.TOO_LARGE: has_body,
         ErrorCode.UNSUPPORTED_MEDIA_TYPE: has_body,

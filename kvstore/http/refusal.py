@@ -30,14 +30,18 @@ class ErrorCode(enum.Enum):
     UNKNOWN_NAMESPACE = "unknown_namespace"
     UNKNOWN_LEASE = "unknown_lease"
     MISS = "miss"
+    NO_RECORD = "no_record"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     REQUEST_TIMEOUT = "request_timeout"
+    CONFLICT = "conflict"
     TOO_LARGE = "too_large"
     UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
     EXPECTATION_FAILED = "expectation_failed"
     TOO_MANY_REQUESTS = "too_many_requests"
     INTERNAL = "internal"
     UNAVAILABLE = "unavailable"
+    QUOTA = "quota"
+    NO_ROOM = "no_room"
     TIMED_OUT = "timed_out"
 
     @property
@@ -55,14 +59,18 @@ _STATUS = {
     ErrorCode.UNKNOWN_NAMESPACE: 404,
     ErrorCode.UNKNOWN_LEASE: 404,
     ErrorCode.MISS: 404,
+    ErrorCode.NO_RECORD: 404,
     ErrorCode.METHOD_NOT_ALLOWED: 405,
     ErrorCode.REQUEST_TIMEOUT: 408,
+    ErrorCode.CONFLICT: 412,
     ErrorCode.TOO_LARGE: 413,
     ErrorCode.UNSUPPORTED_MEDIA_TYPE: 415,
     ErrorCode.EXPECTATION_FAILED: 417,
     ErrorCode.TOO_MANY_REQUESTS: 429,
     ErrorCode.INTERNAL: 500,
     ErrorCode.UNAVAILABLE: 503,
+    ErrorCode.QUOTA: 507,
+    ErrorCode.NO_ROOM: 507,
     ErrorCode.TIMED_OUT: 504,
 }
 

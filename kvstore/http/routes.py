@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from kvstore.auth import Scope
-from kvstore.http import admin, batches, blocks, lookups, schemas
+from kvstore.http import admin, batches, blocks, lookups, records, schemas
 from kvstore.http.refusal import ErrorCode, Refused
 from kvstore.http.schema import Schema
 from kvstore.http.service import Call, HttpService
@@ -65,6 +65,12 @@ _BLOCK_PARAMETERS: Mapping[str, Schema] = {
     "part": schemas.PART_TEXT,
     "timeout_s": schemas.TIMEOUT,
 }
+_RECORD = "/v1/records/{collection}/{name}"
+_RECORD_PARAMETERS: Mapping[str, Schema] = {
+    "collection": schemas.COLLECTION,
+    "name": schemas.RECORD_NAME,
+    "timeout_s": schemas.TIMEOUT,
+}
 _READ, _WRITE, _ADMIN = Scope.READ, Scope.WRITE, Scope.ADMIN
 
 ROUTES: tuple[Route, ...] = (
@@ -119,6 +125,38 @@ ROUTES: tuple[Route, ...] = (
         _READ,
         {"lease": schemas.LEASE_NAME},
         result=schemas.RELEASE_ANSWER,
+    ),
+    Route(
+        "GET",
+        "/v1/records/{collection}",
+        records.list_records,
+        _READ,
+        {
+            "collection": schemas.COLLECTION,
+            "prefix": schemas.RECORD_PREFIX,
+            "after": schemas.RECORD_AFTER,
+            "limit": schemas.RECORD_LIMIT,
+            "timeout_s": schemas.TIMEOUT,
+        },
+        result=schemas.RECORDS_ANSWER,
+    ),
+    Route("GET", _RECORD, records.get_record, _READ, _RECORD_PARAMETERS),
+    Route(
+        "PUT",
+        _RECORD,
+        records.put_record,
+        _WRITE,
+        {**_RECORD_PARAMETERS, "ttl_s": schemas.RECORD_TTL},
+        takes_payload=True,
+        result=schemas.RECORD_WRITE_ANSWER,
+    ),
+    Route(
+        "DELETE",
+        _RECORD,
+        records.delete_record,
+        _WRITE,
+        _RECORD_PARAMETERS,
+        result=schemas.RECORD_DROP_ANSWER,
     ),
     Route("GET", "/v1/stats", admin.stats, _ADMIN, result=schemas.ANY_OBJECT),
     Route("GET", "/metrics", admin.metrics, _ADMIN),

@@ -6,6 +6,18 @@ from kvstore.http.limits import MAX_KEYS, MAX_TIMEOUT_S
 from kvstore.http.schema import HEX_KEY_PATTERN, Schema
 from kvstore.layout import DTYPE_BYTES, MAX_BLOCK_BYTES
 from kvstore.miss import MissReason
+from kvstore.records import (
+    COLLECTION_PATTERN,
+    MAX_LISTED_RECORDS,
+    MAX_TTL_S,
+    MAX_VERSION,
+    MIN_TTL_S,
+    NAME_PATTERN,
+    PREFIX_PATTERN,
+    RecordAbsence,
+    RecordOutcome,
+    RecordPlace,
+)
 
 MAX_WHY_BLOCKS = 1000
 """Blocks that one ``why`` explains."""
@@ -171,6 +183,49 @@ OPEN_NAMESPACE = _object(
     "model",
     "layout",
 )
+COLLECTION: Schema = {
+    "type": "string",
+    "pattern": COLLECTION_PATTERN,
+    "description": "Name of the collection.",
+}
+RECORD_NAME: Schema = {"type": "string", "pattern": NAME_PATTERN, "description": "Name of the record."}
+RECORD_PREFIX: Schema = {
+    "type": "string",
+    "pattern": PREFIX_PATTERN,
+    "description": "What the names begin with.",
+}
+RECORD_AFTER: Schema = {
+    "type": "string",
+    "pattern": PREFIX_PATTERN,
+    "description": "The last name of the listing before.",
+}
+RECORD_LIMIT = _integer(1, MAX_LISTED_RECORDS, "Records to name at most.")
+RECORD_TTL: Schema = {
+    "type": "number",
+    "minimum": MIN_TTL_S,
+    "maximum": MAX_TTL_S,
+    "description": "Seconds that the record is kept; absent: the longest time.",
+}
+RECORD_TOKEN: Schema = {
+    "type": "string",
+    "pattern": "^[0-9a-f]{32}$",
+    "description": "A name for the put: the same one again is the same put.",
+}
+RECORD_CONDITION: Schema = {
+    "type": "string",
+    "pattern": '^"[0-9]{1,16}"$',
+    "description": "Only if the record has this version, as its ETag gives it.",
+}
+RECORD_ABSENCE: Schema = {
+    "type": "string",
+    "enum": ["*"],
+    "description": "Only if there is no such record.",
+}
+TENANT_SALT: Schema = {
+    "type": "string",
+    "pattern": "^([0-9a-f]{2}){0,4096}$",
+    "description": "Of the caller's tenant; best left out: the server fills it in.",
+}
 FLUSH = _object({"timeout_s": TIMEOUT})
 CHECK = _object(
     {"sample_blocks": _integer(0, 1_000_000, "Blocks whose bytes are read."), "timeout_s": TIMEOUT}
@@ -259,6 +314,48 @@ DROP_ANSWER = _object({"dropped": _count("Blocks that lost a copy.")}, "dropped"
 DEMOTE_ANSWER = _object({"demoted": _count("Blocks that left memory.")}, "demoted")
 RENEW_ANSWER = _object({"lease_s": {"type": "number"}}, "lease_s")
 RELEASE_ANSWER = _object({"released": {"type": "boolean"}}, "released")
+_WRITE = {
+    "outcome": {"type": "string", "enum": [outcome.value for outcome in RecordOutcome]},
+    "version": _integer(0, MAX_VERSION, "Of the record; 0: there is none, or it is not known."),
+    "place": {"type": ["string", "null"], "enum": [None, *(place.value for place in RecordPlace)]},
+    "is_doubtful": {"type": "boolean", "description": "Whether it may have been stored all the same."},
+    "problem": _text(most=500),
+}
+RECORD_WRITE_ANSWER = _object(_WRITE, *_WRITE)
+RECORD_REFUSED = _object({"error": ERROR["properties"]["error"], **_WRITE}, "error")
+RECORD_ABSENT = _object(
+    {
+        "error": ERROR["properties"]["error"],
+        "reason": {"type": "string", "enum": [reason.value for reason in RecordAbsence]},
+    },
+    "error",
+)
+RECORD_DROP_ANSWER = _object(
+    {"dropped": {"type": "boolean", "description": "Whether there was one."}}, "dropped"
+)
+RECORDS_ANSWER = _object(
+    {
+        "records": _list(
+            _object(
+                {
+                    "name": {"type": "string"},
+                    "version": _integer(1, MAX_VERSION),
+                    "value_bytes": _count(),
+                    "expires_in_s": {"type": "number"},
+                    "is_current": {"type": "boolean"},
+                },
+                "name",
+                "version",
+                "value_bytes",
+                "expires_in_s",
+                "is_current",
+            ),
+            most=MAX_LISTED_RECORDS,
+            text="By name.",
+        )
+    },
+    "records",
+)
 FLUSH_ANSWER = _object(
     {"flushed": {"type": "boolean", "description": "Whether all was written in time."}}, "flushed"
 )
@@ -271,6 +368,7 @@ ERASE_ANSWER = _object(
         "blocks": {"type": "object", "description": "Blocks that were forgotten, by tier."},
         "leased_blocks": _count("Of them, those that are overwritten when their leases end."),
         "problems": _list({"type": "string"}, most=64, text="What is tried again."),
+        "records": _count("Records that were removed."),
     },
     "is_complete",
     "keys",

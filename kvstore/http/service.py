@@ -28,6 +28,7 @@ from kvstore.late_work import LateWork
 from kvstore.layout import Part
 from kvstore.manager import BlockManager
 from kvstore.outlasting import outlast
+from kvstore.record_store import RecordStore
 from kvstore.results import Owner
 from kvstore.tier import SlotTier
 
@@ -70,6 +71,7 @@ class HttpService:
     lease_s: float
     server_stats: Callable[[], Mapping[str, object]]
     gate_stats: Callable[[], Mapping[str, object]]
+    records: RecordStore = field(default_factory=lambda: RecordStore(None))
     clock: Callable[[], float] = time.monotonic
     counters: HttpCounters = field(default_factory=HttpCounters)
     late_work: LateWork = field(default_factory=LateWork)
@@ -87,6 +89,7 @@ class HttpService:
         """Return what the store and its listeners count."""
         return {
             **self.manager.stats(),
+            "records": self.records.stats(),
             "server": self.server_stats(),
             "http": {**self.counters.as_dict(), "gate": self.gate_stats()},
         }

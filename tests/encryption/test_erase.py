@@ -41,6 +41,22 @@ async def test_nothing_on_ssd_or_in_redis_is_in_the_clear(tmp_path: Path, redis:
         assert len(values_in(redis)) == 16 + 1
 
 
+async def test_records_that_nodes_share_are_told_from_old_blocks_by_name_and_size(
+    tmp_path: Path, redis: RedisServer
+) -> None:
+    """Their names begin as those of an earlier version's blocks do, which operators may delete by size."""
+    async with node(tmp_path / "a", redis=redis) as one:
+        await one.store(ANN, ANN.chain(range(16)))
+        await one.store(BOB, BOB.chain(range(16)))
+        await one.manager.advance_epoch("m")
+        await one.manager.erase(tenant(ANN))
+        values = values_in(redis)
+
+    records = {name for name in values if name.startswith(b"kvstore:1:")}
+    assert len(records) >= 4  # an epoch, an erasure, and a key of each
+    assert all((len(values[name]) <= 360) == (name in records) for name in values)
+
+
 async def test_without_encryption_the_same_scan_finds_plaintext(tmp_path: Path, redis: RedisServer) -> None:
     chain = ANN.chain(range(64))
     async with node(tmp_path / "a", redis=redis, master=None) as one:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvstore_engine_adapter.closing_time import ClosingTime
+from kvstore_engine_adapter.faces.closing_time import ClosingTime
 from kvstore_engine_adapter.generation import EngineClosed
 
 

@@ -12,14 +12,11 @@ import zlib
 import aiohttp
 import numpy as np
 import pytest
-from aiohttp import web
 
 from kvstore.errors import TierFull
+from kvstore_engine_adapter.faces.http_face import MAX_BODY_BYTES
 from kvstore_engine_adapter.generation import Prefilled, RequestReport, Token
-from kvstore_engine_adapter.http_face import MAX_BODY_BYTES, HttpFace
-from kvstore_engine_adapter.paged_engine import EngineSettings, PagedEngine
-
-LONG_TEXT = "The old pier burned down in 1847. " * 12
+from tests.engine.faces.face_server import LONG_TEXT, face_server
 
 
 def body(text=LONG_TEXT, **fields):
@@ -60,19 +57,11 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def serving(model, *, max_body_bytes=65536, **settings):
-    engine = PagedEngine(model, EngineSettings(max_model_tokens=1024, **settings))
-    await engine.open()
-    face = HttpFace(engine, model.tokenizer, model_name="tiny")
-    runner = face.runner(max_body_bytes=max_body_bytes)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        async with aiohttp.ClientSession(url) as session:
-            yield Client(session, engine)
-    finally:
-        await runner.cleanup()
-        await engine.close()
+    async with (
+        face_server(model, server_options={"max_body_bytes": max_body_bytes}, **settings) as server,
+        aiohttp.ClientSession(server.url) as session,
+    ):
+        yield Client(session, server.engine)
 
 
 @pytest.fixture
@@ -185,9 +174,26 @@ BAD = [
     (body(stream_options={"x": 1}), "unknown_parameter", "stream_options.x"),
     (body(stop=[""]), None, "stop"),
     (body(stop=["a"] * 5), None, "stop"),
-    (body(n=2), "unsupported_parameter", "n"),
+    (body(n=0), None, "n"),
+    (body(n=17), None, "n"),
+    (body(n=True), None, "n"),
     (body(tools=[{"type": "function"}]), "unsupported_parameter", "tools"),
-    (body(logprobs=True), "unsupported_parameter", "logprobs"),
+    (body(logprobs=1), None, "logprobs"),
+    (body(top_logprobs=3), None, "top_logprobs"),
+    (body(logprobs=True, top_logprobs=21), None, "top_logprobs"),
+    (body(min_p=1.5), None, "min_p"),
+    (body(presence_penalty=-3), None, "presence_penalty"),
+    (body(frequency_penalty="x"), None, "frequency_penalty"),
+    (body(repetition_penalty=0), None, "repetition_penalty"),
+    (body(priority=1 << 40), None, "priority"),
+    (body(stop_token_ids=[-1]), None, "stop_token_ids"),
+    (body(ignore_eos="no"), None, "ignore_eos"),
+    (body(logit_bias={"5": 1}), "unsupported_parameter", "logit_bias"),
+    (
+        body(messages=[{"role": "assistant", "content": "x", "tool_calls": [1]}]),
+        "unsupported_parameter",
+        "messages[0].tool_calls",
+    ),
     (body(response_format={"type": "json_object"}), "unsupported_parameter", "response_format"),
     (body(frobnicate=1), "unknown_parameter", "frobnicate"),
     (body(kvstore={"x": 1}), "unknown_parameter", "kvstore.x"),
@@ -287,7 +293,7 @@ async def test_an_expectation_is_met_or_refused_in_openais_shape(client):
 
 
 async def test_a_full_queue_is_503_with_a_time_to_come_back(tiny_bf16):
-    async with serving(tiny_bf16, max_waiting=1) as client:
+    async with serving(tiny_bf16, max_num_seqs=1, max_waiting=1) as client:
         answers = await asyncio.gather(*(client.post(body(max_tokens=60)) for _ in range(4)))
     refused = [(answer, headers) for status, answer, headers in answers if status == 503]
     assert sorted(status for status, _, _ in answers) == [200, 200, 503, 503]
@@ -311,7 +317,7 @@ async def raw_answer(client, data):
     url = client._session._base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
     content = json.dumps(data).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(content)}\r\n\r\n"
     writer.write(head.encode() + content)
     try:
         async with asyncio.timeout(30):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidRequest, PromptTooLong, UnsupportedModel
-from kvstore_engine_adapter.chat_answer import AnswerText
+from kvstore_engine_adapter.faces.choice import StopCut
 from kvstore_engine_adapter.tokenizer import ChatMessage, ModelTokenizer, TextStream, tokenizer_from_gguf
 from tests.engine.tiny_model import TEXT, make_tokenizer
 
@@ -44,18 +44,18 @@ def test_an_answer_that_ends_inside_a_character_is_finished_visibly():
 @pytest.mark.parametrize("stops", [(), ("stone",), ("the", "pier"), ("zzz",), ("e n",)])
 def test_text_is_cut_before_the_first_stop(stops):
     text = "the old pier burned down, and the new one was built of stone."
-    answer = AnswerText(TOKENIZER, stops)
-    found = "".join([*(answer.push(token) for token in TOKENIZER.encode(text)), answer.finish()])
+    stream, cut = TextStream(TOKENIZER), StopCut(stops)
+    found = "".join([*(cut.push(stream.push(token)) for token in TOKENIZER.encode(text)), cut.finish()])
     ends = [text.find(stop) for stop in stops if stop in text]
     assert found == text[: min(ends, default=len(text))]
-    assert answer.is_stopped == bool(ends)
+    assert cut.end_chars == (min(ends) if ends else None)
 
 
 def test_a_text_that_only_begins_like_a_stop_is_sent_in_the_end():
-    answer = AnswerText(TOKENIZER, ("stone age",))
-    pieces = [answer.push(token) for token in TOKENIZER.encode("built of stone")]
+    stream, cut = TextStream(TOKENIZER), StopCut(("stone age",))
+    pieces = [cut.push(stream.push(token)) for token in TOKENIZER.encode("built of stone")]
     assert "".join(pieces) == "built of "
-    assert answer.finish() == "stone"
+    assert cut.finish() == "stone"
 
 
 def test_special_tokens_of_the_template_become_single_tokens(tiny_bf16):

@@ -17,6 +17,7 @@ from kvstore.layout import KVLayout
 from kvstore.manager import BlockManager
 from kvstore.state import ManagerSettings
 from kvstore_tiers.dram import DramTier
+from tests.record_kit import memory_records
 
 BLOCK_BYTES = 8192
 BLOCK_TOKENS = 4
@@ -146,9 +147,19 @@ class HttpStore:
 
 
 @contextlib.asynccontextmanager
-async def http_store(*lower, blocks=64, limits=None, doors=None, is_started=True, lease_s=30.0, **settings):
+async def http_store(
+    *lower,
+    blocks=64,
+    limits=None,
+    doors=None,
+    is_started=True,
+    lease_s=30.0,
+    record_quota_bytes=16 << 20,
+    **settings,
+):
     """Run a store with a face; afterwards nothing may be held by anyone, and every invariant holds."""
     dram = DramTier(capacity_bytes=blocks * BLOCK_BYTES)
+    records = memory_records(quota_bytes=record_quota_bytes)
     manager = BlockManager(dram, lower, settings=ManagerSettings(timeout_s=5.0, lease_s=lease_s, **settings))
     face = HttpFace(
         manager,
@@ -157,9 +168,11 @@ async def http_store(*lower, blocks=64, limits=None, doors=None, is_started=True
         limits=limits or Limits(),
         doors=doors or Doors(),
         lease_s=lease_s,
+        records=records,
     )
     await face.listen()
     await manager.open()
+    await records.open()
     if is_started:
         face.start()
     try:
@@ -171,4 +184,5 @@ async def http_store(*lower, blocks=64, limits=None, doors=None, is_started=True
         assert face.counters.errors["internal"] == 0
     finally:
         await face.stop()
+        await records.close()
         await manager.close()

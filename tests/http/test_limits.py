@@ -240,7 +240,7 @@ async def test_of_an_answer_that_is_given_up_nothing_waits_to_be_sent():
         await client.put_block(chain, data=io.BytesIO(payload(chain.keys[0], 16 << 20)))
 
         def sending():
-            guards = store.face._guards.values()
+            guards = store.face._listener._guards.values()
             return [guard for guard in guards if guard._transport.get_write_buffer_size()]
 
         async with RawClient.connected(store.face) as raw:

@@ -98,7 +98,7 @@ async def test_silent_connections_to_a_plain_port_keep_nobody_out():
 
 async def test_a_request_without_a_key_does_not_keep_a_connection_from_making_way():
     async with keyed_store(limits=TWO) as store, contextlib.AsyncExitStack() as stack:
-        store.face._newcomers._clock = clock = FakeClock()
+        store.face._listener._newcomers._clock = clock = FakeClock()
         strangers = [await stack.enter_async_context(RawClient.connected(store.face)) for _ in range(2)]
         for stranger in strangers:
             await stranger.say(head("GET", "/v1/identity"))

@@ -18,6 +18,7 @@ OPEN_TO_ALL = {("GET", "/healthz"), ("GET", "/readyz")}
 GUARDED = [route for route in ROUTES if not route.is_public]
 ALL = tuple(Scope)
 LEASE = "0" * 32
+RECORD = "/v1/records/sessions/one"
 
 SPACE = Namespace("m", LAYOUT)
 OURS = replace(SPACE, tenant_salt=KEYRING.salt("acme"))
@@ -32,7 +33,7 @@ def name_of(route):
 
 def body_schema(route):
     """The schema of what names a namespace in a body; only a store has it in a frame."""
-    return STORE_HEAD if route.takes_payload and "namespace" not in route.parameters else route.body
+    return STORE_HEAD if route.path == "/v1/store" else route.body
 
 
 def names_a_namespace(route):
@@ -54,7 +55,8 @@ def sample(schema):
 def request_of(route, space, lease=LEASE):
     """Return path and options of a request that the route takes, about the first blocks of a namespace."""
     chain = space.chain(TOKENS)
-    path = route.path.format(namespace=space.digest.hex(), key=chain.keys[0].hex(), lease=lease)
+    names = {"namespace": space.digest.hex(), "key": chain.keys[0].hex(), "lease": lease}
+    path = route.path.format(**names, collection="sessions", name="one")
     schema = body_schema(route)
     if schema is None:
         return path, {"data": payload(chain.keys[0])} if route.takes_payload else {}
@@ -73,12 +75,13 @@ def request_of(route, space, lease=LEASE):
 
 @pytest.fixture
 async def store():
-    """Both tenants have opened their namespace and stored the same tokens."""
+    """Both tenants have opened their namespace, stored the same tokens, and a record of the same name."""
     async with keyed_store() as running:
         for space, tenant in ((OURS, "acme"), (THEIRS, "other")):
             async with running.client(key_of(tenant, *ALL)) as client:
                 assert (await client.open()).json["namespace"] == space.digest.hex()
                 assert (await client.store(space.chain(TOKENS))).json["stored"] == 2
+                assert (await client.ask("PUT", RECORD, data=tenant.encode())).status == 200
         yield running
 
 
@@ -118,7 +121,8 @@ def test_every_route_about_blocks_needs_read_or_write_and_names_a_namespace_or_a
 
     assert without_scope == {"GET /openapi.json", "GET /v1/identity", "POST /v1/namespaces"}
     about_data = [route for route in ROUTES if route.scope in (Scope.READ, Scope.WRITE)]
-    assert [name_of(r) for r in about_data if not names_a_namespace(r) and "lease" not in r.path] == []
+    others = [name_of(route) for route in about_data if not names_a_namespace(route)]
+    assert [name for name in others if "lease" not in name and "/v1/records/" not in name] == []
 
 
 @pytest.mark.parametrize("route", [route for route in ROUTES if route.is_public], ids=name_of)
@@ -182,6 +186,29 @@ async def test_another_tenants_lease_is_like_one_that_does_not_exist(store, rout
 
     assert all_of(foreign) == all_of(unknown)
     assert (foreign.status, foreign.code, own.status) == (404, "unknown_lease", 200)
+
+
+async def test_another_tenants_records_are_like_those_that_do_not_exist(store):
+    async with store.client(key_of("acme", *ALL)) as ours, store.client(key_of("other", *ALL)) as theirs:
+        await ours.ask("PUT", "/v1/records/mine/secret", data=b"x")
+
+        foreign = [
+            await theirs.ask("GET", "/v1/records/mine/secret"),
+            await theirs.ask("GET", "/v1/records/mine/nothing"),
+        ]
+        listed = (await theirs.ask("GET", "/v1/records/mine")).json
+        dropped = [(await theirs.ask("DELETE", f"/v1/records/mine/{name}")).json for name in ("secret", "no")]
+        salted = [
+            await theirs.ask(method, RECORD, headers={"KVStore-Tenant-Salt": KEYRING.salt("acme").hex()})
+            for method in ("GET", "DELETE", "PUT")
+        ]
+        own = await theirs.ask("GET", RECORD)
+
+        assert (await ours.ask("GET", "/v1/records/mine/secret")).body == b"x"
+    assert all_of(foreign[0]) == all_of(foreign[1])
+    assert (foreign[0].status, listed, dropped) == (404, {"records": []}, [{"dropped": False}] * 2)
+    assert {(answer.status, answer.code) for answer in salted} == {(403, "forbidden")}
+    assert own.body == b"other"
 
 
 @pytest.mark.parametrize("route", [route for route in GUARDED if route.takes_payload], ids=name_of)

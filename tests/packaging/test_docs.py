@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import answers, requests, server, wire
+from kvstore import answers, record_messages, requests, server, wire
 from kvstore.answers import FailureCode
 from kvstore.miss import MissReason
+from kvstore.records import RecordAbsence, RecordOutcome
 from kvstore.server_socket import BACKLOG
 from kvstore.serving import MAX_IN_FLIGHT
 from tests.core.manager_harness import running
@@ -33,9 +34,15 @@ def test_every_top_level_key_of_stats_is_documented():
         async with running() as store:
             return set(store.manager.stats())
 
-    documented = {key.split(".")[0] for key in first_column("stats.md")} - {"server", "http"}
+    documented = {key.split(".")[0] for key in first_column("stats.md")} - {"server", "http", "records"}
 
     assert asyncio.run(keys()) == documented
+
+
+def test_every_outcome_and_reason_of_records_is_documented():
+    words = {kind.value for kind in (*RecordOutcome, *RecordAbsence)}
+
+    assert first_column("records.md") >= words
 
 
 def test_every_page_is_linked_from_the_index():
@@ -69,7 +76,8 @@ def message_kinds(module):
 def test_every_message_of_the_protocol_is_documented_with_its_number():
     rows = re.findall(r"^\| (\w+) \| `(\w+)` \|", (DOCS / "wire.md").read_text(), re.MULTILINE)
 
-    assert {(int(kind, 0), name) for kind, name in rows} == message_kinds(requests) | message_kinds(answers)
+    modules = (requests, answers, record_messages)
+    assert {(int(kind, 0), name) for kind, name in rows} == set().union(*map(message_kinds, modules))
 
 
 def test_every_failure_code_is_documented():

@@ -26,6 +26,7 @@ from kvstore.messages import (
     Failed,
     FailureCode,
     Fetch,
+    GetRecord,
     Hello,
     Lent,
     Match,
@@ -46,7 +47,7 @@ from kvstore.messages import (
 from kvstore.running import serving
 from kvstore.server import StoreServer
 from kvstore.server_address import parse_address
-from kvstore.wire import FrameDecoder
+from kvstore.wire import MAX_BODY_BYTES, FrameDecoder, encode_frame
 from tests.store_process import MIB, StoreProcess
 
 PATIENT = Timeouts(match_s=10, fetch_s=10, put_s=10, control_s=10)
@@ -283,7 +284,7 @@ async def test_a_malformed_frame_ends_its_connection_and_no_other(
         encode_message(Hello(1), 7),
         struct.pack("<4sHHQI", b"KVSF", 1, 999, 7, 1) + b"\x90",
         struct.pack("<4sHHQI", b"KVSF", 1, Match.KIND, 7, 3) + b"\x93\x01\x02",
-        struct.pack("<4sHHQI", b"KVSF", 1, Match.KIND, 7, (1 << 20) + 1),
+        struct.pack("<4sHHQI", b"KVSF", 1, Match.KIND, 7, MAX_BODY_BYTES + 1),
         encode_message(Count(1), 7),
     ],
     ids=["second greeting", "unknown kind", "malformed body", "oversized", "an answer"],
@@ -313,6 +314,19 @@ async def test_a_peer_of_another_version_is_told_so(server: StoreServer, tmp_pat
 async def test_a_request_before_the_greeting_is_refused(server: StoreServer, tmp_path: Path) -> None:
     async with RawClient(tmp_path / "kv.sock") as raw:
         assert isinstance(await raw.ask(Ping(), 0), Failed)
+
+
+@pytest.mark.parametrize("name", ["", "../up"])
+async def test_a_malformed_request_before_the_greeting_is_refused_and_leaves_nothing(
+    server: StoreServer, tmp_path: Path, name: str
+) -> None:
+    frame = encode_frame(GetRecord.KIND, 0, (b"", "sessions", name, 1))
+    async with RawClient(tmp_path / "kv.sock") as raw:
+        await raw.send(frame)
+
+        assert await raw.answer() is not None
+        assert await raw.answer() is None
+    assert server.counters.protocol_errors == 1
 
 
 async def test_more_clients_than_allowed_are_refused_with_the_limit(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.checksum import RunningChecksum, checksum
-from kvstore_tiers.resp import BulkReply, BulkStatus, RespConnection
+from kvstore_tiers.resp import BulkReply, BulkStatus, ErrorReply, RespConnection
 from kvstore_tiers.resp_stream import RespFault
 
 
@@ -192,3 +192,50 @@ def test_a_server_that_closes_in_the_middle_of_a_value_is_noticed_at_once(tcp_pa
     server.close()
     with pytest.raises(RespFault, match="closed the connection"):
         connection.read_bulk_into([memoryview(bytearray(LARGE))], deadline_s=within(30))
+
+
+@pytest.mark.parametrize(
+    ("data", "reply"),
+    [
+        (b"+OK\r\n", "OK"),
+        (b":-7\r\n", -7),
+        (b"$3\r\na\r\n\r\n", b"a\r\n"),
+        (b"$0\r\n\r\n", b""),
+        (b"$-1\r\n", None),
+        (b"*-1\r\n", None),
+        (b"_\r\n", None),
+        (b"-ERR no\r\n", ErrorReply("ERR no")),
+        (b"*0\r\n", []),
+        (b"*2\r\n$1\r\n0\r\n*2\r\n$1\r\na\r\n:1\r\n", [b"0", [b"a", 1]]),
+        (b"*2\r\n+OK\r\n-ERR x\r\n", ["OK", ErrorReply("ERR x")]),
+    ],
+)
+def test_a_reply_of_any_kind_is_read(pair: Pair, data: bytes, reply: object) -> None:
+    connection, server = pair
+    server.sendall(data)
+
+    assert connection.read_reply(max_bytes=1000, deadline_s=within(1)) == reply
+    assert connection.is_quiet()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"$1001\r\n",
+        b"*100\r\n",
+        b"$-2\r\n",
+        b"*-2\r\n",
+        b"$x\r\n",
+        b"$3\r\nabcde\r\n",
+        b"!3\r\nabc\r\n",
+        b"%1\r\n+a\r\n+b\r\n",
+        b"*1\r\n" * 5 + b":1\r\n",
+        b"*3\r\n" + b"$400\r\n" + b"x" * 400 + b"\r\n" + b"$600\r\n",
+    ],
+)
+def test_a_reply_that_is_longer_or_of_another_kind_is_a_fault(pair: Pair, data: bytes) -> None:
+    connection, server = pair
+    server.sendall(data)
+
+    with pytest.raises(RespFault):
+        connection.read_reply(max_bytes=1000, deadline_s=within(1))

@@ -16,7 +16,6 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from kvstore.keys import Namespace
@@ -34,13 +33,12 @@ from kvstore.tier import (
     WriteStatus,
 )
 from kvstore_tiers.remote_batch import Batch, Ending, shares_of
-from kvstore_tiers.remote_cluster import ClusterServers
 from kvstore_tiers.remote_look import Use
 from kvstore_tiers.remote_node import NodeSettings, RemoteNode, Work
-from kvstore_tiers.remote_sentinel import SentinelServers
+from kvstore_tiers.remote_servers import servers_of, with_tls
 from kvstore_tiers.remote_session import KeyNames, Redirect, drop_share, probe_share, read_share, write_share
 from kvstore_tiers.remote_tls import TlsFolder
-from kvstore_tiers.remote_topology import Servers, SingleServer
+from kvstore_tiers.remote_topology import Servers
 from kvstore_tiers.remote_url import RemoteUrl, Topology
 from kvstore_tiers.resp_address import RespAddress
 
@@ -149,12 +147,8 @@ class RemoteTier:
         """
         if self._servers is not None:
             return
-        settings = self._settings
-        if self._url.is_tls:
-            tls = self._tls or TlsFolder()
-            context = tls if isinstance(tls, ssl.SSLContext) else await asyncio.to_thread(tls.context)
-            settings = replace(settings, tls=context)
-        servers = self._make_servers(settings)
+        settings = await with_tls(self._settings, self._url, self._tls)
+        servers = servers_of(self._url, settings, sentinel_master=self._sentinel_master)
         await servers.open()
         self._servers = servers
         meetings = [asyncio.create_task(node.met()) for node in servers.nodes]
@@ -259,13 +253,6 @@ class RemoteTier:
     def has_room(self, length_bytes: int, count: int = 1) -> bool:
         """Return True: the server evicts, or refuses with FULL."""
         return True
-
-    def _make_servers(self, settings: NodeSettings) -> Servers:
-        if self._url.topology is Topology.CLUSTER:
-            return ClusterServers(self._url.seeds, settings)
-        if self._url.topology is Topology.SENTINEL:
-            return SentinelServers(self._url.seeds, self._sentinel_master, settings)
-        return SingleServer(self._url.seeds[0], settings)
 
     async def _run(self, batch: Batch[T]) -> Ending:
         """Do a call's items at their nodes, and those that turn out to be elsewhere there, once."""

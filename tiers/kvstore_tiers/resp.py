@@ -17,6 +17,7 @@ import socket
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvstore.checksum import RunningChecksum
 from kvstore.layout import MAX_BLOCK_BYTES
@@ -34,6 +35,8 @@ _SUMMED_BYTES = 256 << 10
 _WAKE_BYTES = 128 << 10
 """Bytes that are worth waking a thread for, where more are to come (docs/remote.md)."""
 
+_MAX_DEPTH = 2
+_ITEM_BYTES = 16
 _SKIP_BYTES = 64 << 10
 _SKIP_MAX_BYTES = 2 * MAX_BLOCK_BYTES + SEALED_HEADER_BYTES
 
@@ -75,6 +78,23 @@ class BulkReply:
 
     status: BulkStatus
     length_bytes: int = 0
+
+
+RespReply: TypeAlias = "int | str | bytes | ErrorReply | list[RespReply] | None"
+"""A reply of any kind: statuses are text, values bytes."""
+
+
+class _Allowance:
+    """Bytes that one reply may still take."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._left_bytes = num_bytes
+
+    def take(self, num_bytes: int) -> None:
+        """Take some. Raises RespFault if there are fewer left."""
+        self._left_bytes -= num_bytes
+        if num_bytes < 0 or self._left_bytes < 0:
+            raise RespFault("a reply is longer than what was asked for")
 
 
 def command(*words: bytes) -> bytes:
@@ -212,6 +232,39 @@ class RespConnection:
             raise RespFault("a value does not end where its length says")
         is_complete = length == sum(len(target) for target in targets)
         return BulkReply(BulkStatus.COMPLETE if is_complete else BulkStatus.WRONG_LENGTH, length)
+
+    def read_reply(self, *, max_bytes: int, deadline_s: float) -> "RespReply":
+        """Read a reply of any kind, whose values have ``max_bytes`` together at most.
+
+        Raises:
+            RespFault: it is longer, or nested deeper than arrays in an array; a broken connection, no time.
+        """
+        return self._reply(_Allowance(max_bytes), 0, deadline_s)
+
+    def _reply(self, allowance: "_Allowance", depth: int, deadline_s: float) -> "RespReply":
+        kind, text = self._line(deadline_s)
+        if kind == b"+":
+            return text
+        if kind == b":":
+            return _number(text)
+        if kind == b"-":
+            return ErrorReply(text)
+        if kind == b"_" or (kind in (b"$", b"*") and text == "-1"):
+            return None
+        if kind not in (b"$", b"*"):
+            raise RespFault(f"unexpected reply of type {kind!r}")
+        length = _number(text)
+        if kind == b"*":
+            if depth > _MAX_DEPTH:
+                raise RespFault("a reply is nested too deeply")
+            allowance.take(length * _ITEM_BYTES)
+            return [self._reply(allowance, depth + 1, deadline_s) for _ in range(length)]
+        allowance.take(length)
+        data = bytearray(length + 2)
+        self._read_exactly(memoryview(data), deadline_s)
+        if data[-2:] != b"\r\n":
+            raise RespFault("a value does not end where its length says")
+        return bytes(memoryview(data)[:-2])
 
     def read_fence(self, token: bytes, *, deadline_s: float) -> None:
         """Read the reply to ``PING token``, which proves that the replies before it were ours.

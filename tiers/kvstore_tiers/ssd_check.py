@@ -48,10 +48,13 @@ def main(arguments: list[str]) -> int:
         index.close()
     except (lmdb.Error, OSError) as error:
         sys.stderr.write(f"{error}\n")
-        # py-lmdb gives the system's error only as text.
-        is_lacking = any(text in str(error) for text in _LACKING)
-        return EXIT_NOT_EXAMINED if is_lacking else EXIT_UNUSABLE
+        return EXIT_NOT_EXAMINED if is_lacking(error) else EXIT_UNUSABLE
     return 0
+
+
+def is_lacking(error: Exception) -> bool:
+    """Whether an error says that this process lacked something: py-lmdb gives the system's only as text."""
+    return any(text in str(error) for text in _LACKING)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import zlib
 
 from aiohttp import web
 
-from kvstore_engine_adapter.chat_request import ApiError
+from kvstore_engine_adapter.faces.api_error import ApiError
 
 _PATIENCE_S = 30.0
 _GZIP_BITS, _ZLIB_BITS = 31, 15
