@@ -66,13 +66,13 @@ def problem_of(
     check_rows("q", q)
     check_rows("kv_pages", kv_pages)
     check_dtype("q", q, (torch.bfloat16, torch.float16))
-    scale = q.shape[2] ** -0.5 if scale is None else scale
-    if not 0 < scale < math.inf:
+    factor = float(q.shape[2] ** -0.5 if scale is None else scale)
+    if not 0 < factor < math.inf:
         raise InvalidLayout(f"scale: {scale}, expected a positive number")
     for name, tensor in (("block_tables", block_tables), ("context_lens", context_lens)):
         if not tensor.is_contiguous():
             raise InvalidLayout(f"{name}: must be contiguous")
-    return Problem(q, kv_pages, block_tables, context_lens, kv_scales, scale)
+    return Problem(q, kv_pages, block_tables, context_lens, kv_scales, factor)
 
 
 class Attention(NamedTuple):
