@@ -341,10 +341,11 @@ def remove_records(
         ],
         max_bytes=_SCAN_BYTES,
     )
-    found = entries if isinstance(entries, list) else []
+    if not isinstance(entries, list) or len(entries) != len(keys):
+        raise RespFault("unexpected reply to HMGET")
     chosen = [
         (key, record_id, entry)
-        for key, (record_id, entry), is_there, present in zip(keys, wanted, exist, found, strict=True)
+        for key, (record_id, entry), is_there, present in zip(keys, wanted, exist, entries, strict=True)
         if present == entry and not (only_absent and is_there == 1)
     ]
     if not chosen:
