@@ -14,6 +14,7 @@ client and server. See docs/data_plane.md.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -132,9 +133,10 @@ def main() -> None:
         except ValueError as error:
             parser.error(str(error))
         _tell(left_out)
+        load = round(os.getloadavg()[0], 1)
         bench = measure(args, names)
         _tell(bench.failed)
-        record = make_record(bench.rows(), args.rounds, names, left_out | bench.failed)
+        record = make_record(bench.rows(), names, left_out | bench.failed, rounds=args.rounds, load=load)
     show(record.results)
     if args.svg or args.page:
         # Imported here because drawing needs matplotlib, which measuring does not.

@@ -111,7 +111,7 @@ def _records(config: Config, encryption: Encryption | None, clock: Callable[[], 
         # Only a store with encryption needs its package, which is here by now.
         from kvstore_tiers.record_sealing import SealedCodec
 
-        codec = SealedCodec(encryption.vault, clock=clock)
+        codec = SealedCodec(encryption.vault)
     local = _local_records(config, codec, clock)
     quota_bytes = int(capacity_bytes * config.store.namespace_quota_ratio)
     truth: RecordTruth
@@ -119,10 +119,12 @@ def _records(config: Config, encryption: Encryption | None, clock: Callable[[], 
         truth = LocalTruth(local, codec, capacity_bytes, quota_bytes, clock)
     else:
         # Only a store with a remote tier needs its package, which is here by now.
+        from kvstore.record_copies import RecordCopies
         from kvstore.shared_truth import SharedTruth
 
         remote = _remote_records(config.remote, clock)
-        truth = SharedTruth(remote, local, codec, capacity_bytes, quota_bytes, clock)
+        copies = RecordCopies(local, capacity_bytes, clock)
+        truth = SharedTruth(remote, copies, codec, quota_bytes, clock)
     return RecordStore(truth, clock=clock)
 
 

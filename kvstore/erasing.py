@@ -40,8 +40,11 @@ class OverwritableSlots(Protocol):
 class ErasableRecords(Protocol):
     """The records beside the blocks."""
 
-    async def erase(self, tenant: TenantId) -> tuple[int, list[str]]:
-        """Forget those whose key is gone; returns how many, and what is tried again."""
+    async def erase(self, tenant: TenantId, key_ids: Collection[bytes]) -> tuple[int, list[str]]:
+        """Forget those whose key is gone, ``key_ids`` being erased ones.
+
+        Returns how many, and what is tried again.
+        """
 
 
 class SealedCopies(Protocol):
@@ -125,7 +128,9 @@ class Eraser:
         task = asyncio.create_task(self._clear(tenant, key_ids, dropped), name="eraser-clear")
         self._clearing.add(task)
         task.add_done_callback(self._end)
-        num_records, problems = (0, []) if self._records is None else await self._records.erase(tenant)
+        num_records, problems = (
+            (0, []) if self._records is None else await self._records.erase(tenant, key_ids)
+        )
         await asyncio.wait([task], timeout=_PATIENCE_S)
         if not task.done():
             problems = [*problems, "blocks are still on their way between tiers: forgotten when they arrive"]

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, TypeVar
 
 from kvstore.errors import KVStoreError, TierUnavailable, TimedOut
@@ -45,7 +45,7 @@ class RecordStore:
         self._pending_bytes = 0
         self._sweeper: asyncio.Task[None] | None = None
         self._is_open = False
-        self._unerased: set[TenantId] = set()
+        self._unerased: dict[TenantId, Collection[bytes]] = {}
         self._puts: Counter[str] = Counter()
         self._gets: Counter[str] = Counter()
         self._absent: Counter[str] = Counter()
@@ -147,19 +147,23 @@ class RecordStore:
         deadline_s = self._deadline_s(timeout_s)
         return await self._within(truth.names(query, deadline_s=deadline_s), timeout_s)
 
-    async def erase(self, tenant: TenantId) -> tuple[int, list[str]]:
-        """Forget those of a tenant's records whose key is gone; returns how many, and what is tried again."""
+    async def erase(self, tenant: TenantId, key_ids: Collection[bytes]) -> tuple[int, list[str]]:
+        """Forget those of a tenant's records whose key is gone; ``key_ids`` are erased ones.
+
+        Returns how many, and what is tried again.
+        """
         if self._truth is None:
             return 0, []
+        key_ids = {*key_ids, *self._unerased.get(tenant, ())}
         try:
-            work = self._truth.erase(tenant, deadline_s=self._clock() + _ERASE_S)
+            work = self._truth.erase(tenant, key_ids, deadline_s=self._clock() + _ERASE_S)
             count, problems = await self._within(work, _ERASE_S)
         except KVStoreError as error:
             count, problems = 0, [str(error)]
         if problems:
-            self._unerased.add(tenant)
+            self._unerased[tenant] = key_ids
         else:
-            self._unerased.discard(tenant)
+            self._unerased.pop(tenant, None)
         return count, problems
 
     def stats(self) -> dict[str, object]:
@@ -229,6 +233,6 @@ class RecordStore:
             try:
                 await self._truth.sweep()
                 for tenant in list(self._unerased):
-                    await self.erase(tenant)
+                    await self.erase(tenant, ())
             except Exception:
                 logger.exception("records: forgetting what is over failed; it is tried again")

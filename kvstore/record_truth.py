@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -94,8 +94,10 @@ class RecordTruth(Protocol):
     async def names(self, query: ListQuery, *, deadline_s: float) -> list[RecordInfo]:
         """Return records by name. Raises TierUnavailable if it is not known which there are."""
 
-    async def erase(self, tenant: TenantId, *, deadline_s: float) -> tuple[int, list[str]]:
-        """Forget those of a tenant's records whose key is gone.
+    async def erase(
+        self, tenant: TenantId, key_ids: Collection[bytes], *, deadline_s: float
+    ) -> tuple[int, list[str]]:
+        """Forget those of a tenant's records whose key is gone; ``key_ids`` are erased ones.
 
         Returns how many, and a line for each place that could not be reached.
         """
@@ -229,15 +231,9 @@ class LocalTruth:
         """Read a record."""
         if not await self.local.ready():
             raise TierUnavailable(f"records: {self.local.trouble}")
-        for _ in range(2):
-            present = self.local.find(named.local_key)
-            if present is None:
-                return RecordLookup(None, self.local.absence(named.local_key))
-            stored = await self.local.read(present)
-            # The disk may be ahead: it has a put, or a drop, whose end nobody was told yet.
-            is_same = stored is not None and stored.head == present.head
-            if is_same and self.local.find(named.local_key) is present:
-                return await self._read(named, present, stored, deadline_s)
+        found = await self._read_now(named, deadline_s)
+        if found is not None:
+            return found
         async with self.locks.of(named.local_key):
             present = self.local.find(named.local_key)
             stored = None if present is None else await self.local.read(present)
@@ -245,24 +241,42 @@ class LocalTruth:
                 return RecordLookup(None, self.local.absence(named.local_key))
             return await self._read(named, present, stored, deadline_s)
 
+    async def _read_now(self, named: Named, deadline_s: float) -> RecordLookup | None:
+        """Read a record while others may put it; None if that gave none.
+
+        A put is on disk before it is known here: what is not as expected may be its record. Whether that is
+        damaged is decided where no put is under way.
+        """
+        present = self.local.find(named.local_key)
+        if present is None:
+            return RecordLookup(None, self.local.absence(named.local_key))
+        stored = await self.local.read(present, is_alone=False)
+        if stored is None or stored.head != present.head:
+            return None
+        value = await self.codec.read(named.tenant, stored, deadline_s=deadline_s)
+        return None if isinstance(value, Unread) else self._found(present, value)
+
     async def _read(
         self, named: Named, present: LocalRecord, stored: StoredRecord | None, deadline_s: float
     ) -> RecordLookup:
-        """Return the value of a record that was read from where it is kept."""
+        """Return the value of a record that was read from where it is kept; no put of it is under way."""
         if stored is None or stored.head != present.head:
-            return await self._discard(named, present, RecordAbsence.CORRUPT)
+            return await self._discard(named, RecordAbsence.CORRUPT)
         value = await self.codec.read(named.tenant, stored, deadline_s=deadline_s)
         if value is Unread.NO_KEY:
             raise TierUnavailable("records: the key that it is encrypted under cannot be had now")
         if isinstance(value, Unread):
             self.counters["broken_seals"] += value is Unread.BROKEN
-            return await self._discard(named, present, UNREAD_ABSENCES[value])
+            return await self._discard(named, UNREAD_ABSENCES[value])
+        return self._found(present, value)
+
+    def _found(self, present: LocalRecord, value: bytes) -> RecordLookup:
         left_s = max(0.0, present.deadline_s - self.clock())
         return RecordLookup(Record(value, present.head.version, left_s, self.place))
 
-    async def _discard(self, named: Named, present: LocalRecord, reason: RecordAbsence) -> RecordLookup:
-        """Remove a record that cannot be read, unless another one took its place."""
-        await self.local.forget_seen([present], reason)
+    async def _discard(self, named: Named, reason: RecordAbsence) -> RecordLookup:
+        """Remove a record that cannot be read."""
+        await self.local.forget([named.local_key], reason)
         return RecordLookup(None, reason)
 
     async def drop(self, named: Named, *, deadline_s: float) -> bool:
@@ -289,10 +303,12 @@ class LocalTruth:
             for name, head in chosen[: query.limit]
         ]
 
-    async def erase(self, tenant: TenantId, *, deadline_s: float) -> tuple[int, list[str]]:
+    async def erase(
+        self, tenant: TenantId, key_ids: Collection[bytes], *, deadline_s: float
+    ) -> tuple[int, list[str]]:
         """Forget those of a tenant's records whose key is gone."""
         self._index.forget(tenant)
-        return await erase_local(self.local, self.codec, tenant)
+        return await erase_local(self.local, self.codec, tenant, key_ids)
 
     async def sweep(self) -> None:
         """Forget records whose time is over."""
@@ -355,13 +371,14 @@ async def picked(
     return await asyncio.to_thread(pick)
 
 
-async def erase_local(local: LocalRecords, codec: RecordCodec, tenant: TenantId) -> tuple[int, list[str]]:
+async def erase_local(
+    local: LocalRecords, codec: RecordCodec, tenant: TenantId, key_ids: Collection[bytes]
+) -> tuple[int, list[str]]:
     """Forget records whose key is gone on this node; returns how many, and what could not be done."""
     if not await local.ready():
         return 0, [f"records: {local.trouble}"]
-    dead = [at for at in local.of_tenant(tenant) if not codec.is_live((at.head, at.name))]
-    # One that is on its way may be of the old key: then it is found by the next look.
-    problems = ["records: one is being put"] if local.is_storing(tenant) else []
-    if await local.forget_seen(dead, RecordAbsence.ERASED) is not Kept.OK:
+    entries = [(at.head, at.name) for at in local.of_tenant(tenant)]
+    keys = [tenant + head.id for head, _ in await codec.erased_among(tenant, entries, key_ids)]
+    if await local.forget(keys, RecordAbsence.ERASED) is not Kept.OK:
         return 0, ["records: the disk does not take the erasure now"]
-    return len(dead), problems
+    return len(keys), []

@@ -17,16 +17,15 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvstore.errors import CorruptBlock, TierUnavailable
+from kvstore.record_copies import LOOK_AGAIN_S, RecordCopies
 from kvstore.record_truth import (
     UNREAD_ABSENCES,
     ListQuery,
     Named,
-    RecordLocks,
     draft_of,
     erase_local,
     over_quota,
@@ -45,11 +44,10 @@ from kvstore.records import (
 )
 from kvstore.tenant import TenantId
 from kvstore_tiers.record_codec import NameIndex, RecordCodec, Unread
-from kvstore_tiers.record_format import StoredRecord, charge_bytes
-from kvstore_tiers.record_local import Kept, LocalRecord, LocalRecords
+from kvstore_tiers.record_format import StoredRecord
+from kvstore_tiers.record_local import LocalRecord
 from kvstore_tiers.record_remote import RemoteRecords
-from kvstore_tiers.record_remote_session import (
-    COPY_LIFE_S,
+from kvstore_tiers.record_shared import (
     SharedEnd,
     SharedFound,
     SharedStatus,
@@ -61,41 +59,28 @@ logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.005
 _PAUSE_MAX_S = 0.1
-_COPY_S = 1.0
-"""How long a put waits for its copy on this node."""
-
 _LOOK_S = 2.0
-_LOOK_AGAIN_S = 600.0
-_LOOK_RECORDS = 64
 _SWEEP_FULL_S = 1.0
 _SHARE_FOR_REMOTE = 0.7
 _MAX_NOTES = 1024
-_MAX_REFRESH_BYTES = 8 << 20
 _EXPIRY_SLACK_MS = 60_000
 """How far the clocks of writers may be behind the server's before it is asked about their records."""
 
 
 @dataclass(slots=True)
 class SharedTruth:
-    """Records of all replicas. ``local`` holds this node's copies."""
+    """Records of all replicas. ``copies`` are this node's."""
 
     remote: RemoteRecords
-    local: LocalRecords
+    copies: RecordCopies
     codec: RecordCodec
-    capacity_bytes: int
     quota_bytes: int
     clock: Callable[[], float] = time.monotonic
     wall_s: Callable[[], float] = time.time
-    locks: RecordLocks = field(default_factory=RecordLocks)
     counters: Counter[str] = field(default_factory=Counter)
     _index: NameIndex = field(init=False)
-    _seen_s: dict[bytes, float] = field(default_factory=dict)
     _swept_s: dict[TenantId, float] = field(default_factory=dict)
     _swept_full_s: dict[TenantId, float] = field(default_factory=dict)
-    _keeping: set["asyncio.Task[None]"] = field(default_factory=set)
-    _refreshing_bytes: int = 0
-    _unlooked: list[LocalRecord] = field(default_factory=list)
-    _look_again_s: float = float("-inf")
 
     def __post_init__(self) -> None:
         self._index = NameIndex(self.codec)
@@ -108,7 +93,7 @@ class SharedTruth:
     async def open(self) -> None:
         """Read the copies of earlier runs, and begin to talk to Redis."""
         self.codec.open()
-        await self.local.open()
+        await self.copies.local.open()
         try:
             await self.remote.open()
         except TierUnavailable as error:
@@ -117,23 +102,22 @@ class SharedTruth:
 
     async def close(self) -> None:
         """Finish what is under way."""
-        if self._keeping:
-            await asyncio.wait(set(self._keeping), timeout=_COPY_S)
+        await self.copies.finish()
         await self.remote.close()
-        await self.local.close()
+        await self.copies.local.close()
         await self.codec.close()
 
     # Puts
 
     async def put(self, put: RecordPut, named: Named, *, deadline_s: float) -> RecordWrite:
         """Store a record in Redis, if the condition holds there, and a copy here."""
-        async with self.locks.of(named.local_key):
+        async with self.copies.locks.of(named.local_key):
             base = put.if_version if put.if_version is not None else self._believed(named)
             return await self._put(put, named, base, deadline_s)
 
     def _believed(self, named: Named) -> int:
         """Return the version that a record probably has."""
-        copy = self.local.find(named.local_key)
+        copy = self.copies.local.find(named.local_key)
         return 0 if copy is None else copy.head.version
 
     async def _put(self, put: RecordPut, named: Named, base: int, deadline_s: float) -> RecordWrite:
@@ -171,7 +155,7 @@ class SharedTruth:
         if is_doubtful:
             # Others came before it, or after it was done. Which of the two nobody knows, and it is done once.
             return unavailable("others changed the record meanwhile", is_doubtful=True)
-        copy = self.local.find(named.local_key)
+        copy = self.copies.local.find(named.local_key)
         if not end.version and copy is not None:
             return RecordWrite(
                 RecordOutcome.CONFLICT, 0, problem="there is none in Redis any more, only a copy here"
@@ -196,73 +180,15 @@ class SharedTruth:
         self._index.note(named.tenant, named.key, named.id)
         self._swept_s.setdefault(named.tenant, self.clock())
         if end.version == record.head.version:
-            keeping = self._begin(self._keep(named, record, put.ttl_s))
-            # A disk that does not answer must not turn a put that was done into one that is in doubt.
             left_s = max(0.0, deadline_s - self.clock())
-            await asyncio.wait([keeping], timeout=min(_COPY_S, left_s / 2))
+            await self.copies.keep_within(named.local_key, record, put.ttl_s, timeout_s=left_s / 2)
         return RecordWrite(RecordOutcome.STORED, end.version, self.place)
-
-    # Copies on this node
-
-    async def _keep(self, named: Named, record: StoredRecord, left_s: float) -> None:
-        """Keep a copy of what Redis has."""
-        if not await self.local.ready():
-            self.counters["copies_not_kept"] += 1
-            return
-        present = self.local.find(named.local_key)
-        more_bytes = charge_bytes(record.head.stored_bytes) - (present.charge_bytes if present else 0)
-        over_bytes = self.local.used_bytes + more_bytes - self.capacity_bytes
-        if over_bytes > 0:
-            oldest = self.local.oldest(over_bytes)
-            self.counters["copies_evicted"] += len(oldest)
-            await self.local.forget_seen(oldest, None)
-        if await self.local.keep(named.local_key, record, ttl_s=left_s) is Kept.OK:
-            self._seen_s[named.local_key] = self.clock()
-        else:
-            # What is there may be older than what Redis has.
-            self.counters["copies_not_kept"] += 1
-            await self._forget_copy(named.local_key, None)
-
-    async def _forget_copy(self, key: bytes, reason: RecordAbsence | None) -> None:
-        self._seen_s.pop(key, None)
-        if await self.local.ready():
-            await self.local.forget([key], reason)
-
-    async def _forget_seen_copy(self, copy: LocalRecord, reason: RecordAbsence | None) -> None:
-        """As ``_forget_copy``, but not what takes the copy's place meanwhile."""
-        if await self.local.ready():
-            await self.local.forget_seen([copy], reason)
-
-    def _servable(self, named: Named) -> LocalRecord | None:
-        """Return a copy that may stand in for the record; None if there is none, or none fresh enough."""
-        copy = self.local.find(named.local_key)
-        return copy if copy is not None and self._copy_age_s(copy) < COPY_LIFE_S else None
-
-    def _copy_age_s(self, copy: LocalRecord) -> float:
-        """Return how long ago a copy was last known to be what Redis has."""
-        seen_s = self._seen_s.get(copy.key)
-        if seen_s is not None:
-            return self.clock() - seen_s
-        put_ms = copy.head.expires_ms - copy.head.ttl_ms
-        return max(0.0, self.wall_s() - put_ms / 1000)
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Run work that nobody need wait for. Any: what coroutines yield and are sent."""
-        task = asyncio.create_task(work)
-        self._keeping.add(task)
-        task.add_done_callback(self._end)
-        return task
-
-    def _end(self, task: "asyncio.Task[None]") -> None:
-        self._keeping.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("records: keeping a copy failed", exc_info=task.exception())
 
     # Reads
 
     async def get(self, named: Named, *, deadline_s: float) -> RecordLookup:
         """Read a record from Redis, else its copy here."""
-        copy = self._servable(named)
+        copy = self.copies.servable(named.local_key)
         now_s = self.clock()
         until_s = deadline_s if copy is None else now_s + _SHARE_FOR_REMOTE * (deadline_s - now_s)
         found = await self.remote.read(named.tenant, named.id, deadline_s=until_s)
@@ -281,7 +207,7 @@ class SharedTruth:
         """Return why Redis has no value: what the index still says of it."""
         head = head_or_none(found.entry)
         if head is None:
-            return self.local.absence(named.local_key)
+            return self.copies.local.absence(named.local_key)
         if head.expires_ms > found.now_ms + _EXPIRY_SLACK_MS:
             self.counters["lost"] += 1
             return RecordAbsence.LOST
@@ -294,7 +220,7 @@ class SharedTruth:
         except CorruptBlock as error:
             return await self._read_damaged(named, data, str(error), deadline_s)
         if record.head.is_dropped:
-            await self._forget_copy(named.local_key, RecordAbsence.DROPPED)
+            await self.copies.forget(named.local_key, RecordAbsence.DROPPED)
             return RecordLookup(None, RecordAbsence.DROPPED)
         value = await self.codec.read(named.tenant, record, deadline_s=deadline_s)
         if value is Unread.NO_KEY:
@@ -306,7 +232,7 @@ class SharedTruth:
             return RecordLookup(None, UNREAD_ABSENCES[value])
         left_s = max(0, found.left_ms) / 1000
         self._index.note(named.tenant, named.key, named.id)
-        self._follow(named, record, left_s)
+        self.copies.follow(named.local_key, record, left_s)
         return RecordLookup(Record(value, record.head.version, left_s, self.place))
 
     async def _read_damaged(self, named: Named, data: bytes, problem: str, deadline_s: float) -> RecordLookup:
@@ -321,52 +247,20 @@ class SharedTruth:
         self.counters["corrupt"] += 1
         logger.error("records: one in Redis is damaged and removed: %s", problem)
         await self.remote.discard(named.tenant, named.id, data, deadline_s=deadline_s)
-        copy = self._servable(named)
+        copy = self.copies.servable(named.local_key)
         lookup = None if copy is None else await self._read_copy(named, copy, deadline_s)
         return lookup or RecordLookup(None, RecordAbsence.CORRUPT)
 
-    def _follow(self, named: Named, record: StoredRecord, left_s: float) -> None:
-        """Bring this node's copy up to what was read, without waiting for it."""
-        copy = self.local.find(named.local_key)
-        if copy is not None and copy.head == record.head:
-            self._seen_s[named.local_key] = self.clock()
-            return
-        size = record.head.stored_bytes
-        if self._refreshing_bytes + size > _MAX_REFRESH_BYTES:
-            if copy is not None:
-                self._begin(self._forget_copy(named.local_key, None))
-            return
-        self._refreshing_bytes += size
-        self._begin(self._refresh(named, record, left_s, copy))
-
-    async def _refresh(
-        self, named: Named, record: StoredRecord, left_s: float, seen: LocalRecord | None
-    ) -> None:
-        """Keep what was read, unless a put came between."""
-        try:
-            async with self.locks.of(named.local_key):
-                is_storing = self.local.is_storing(named.local_key)
-                if self.local.find(named.local_key) is seen and not is_storing:
-                    await self._keep(named, record, left_s)
-        finally:
-            self._refreshing_bytes -= record.head.stored_bytes
-
     async def _read_copy(self, named: Named, copy: LocalRecord, deadline_s: float) -> RecordLookup | None:
         """Return this node's copy, marked as such; None if it cannot be read."""
-        if not await self.local.ready():
-            return None
-        try:
-            stored = await self.local.read(copy)
-        except TierUnavailable:
-            return None
-        if stored is None or stored.head != copy.head:
-            await self._forget_seen_copy(copy, None)
+        stored = await self.copies.read(copy)
+        if stored is None:
             return None
         value = await self.codec.read(named.tenant, stored, deadline_s=deadline_s)
         if isinstance(value, Unread):
             return None
         left_s = max(0.0, copy.deadline_s - self.clock())
-        place = RecordPlace.SSD if self.local.is_on_disk else RecordPlace.MEMORY
+        place = RecordPlace.SSD if self.copies.local.is_on_disk else RecordPlace.MEMORY
         self.counters["copies_served"] += 1
         return RecordLookup(Record(value, copy.head.version, left_s, place, is_current=False))
 
@@ -374,13 +268,13 @@ class SharedTruth:
 
     async def drop(self, named: Named, *, deadline_s: float) -> bool:
         """Forget a record in Redis, and its copy here."""
-        async with self.locks.of(named.local_key):
+        async with self.copies.locks.of(named.local_key):
             was_there, pause_s = False, _PAUSE_S
             while True:
                 end = await self.remote.drop(named.tenant, named.id, deadline_s=deadline_s)
                 was_there |= end.is_sent or end.count > 0
                 if end.status is SharedStatus.OK:
-                    await self._forget_copy(named.local_key, RecordAbsence.DROPPED)
+                    await self.copies.forget(named.local_key, RecordAbsence.DROPPED)
                     return was_there
                 is_final = end.status not in (SharedStatus.ABORTED, SharedStatus.UNKNOWN)
                 if is_final or self.clock() + pause_s >= deadline_s:
@@ -418,18 +312,18 @@ class SharedTruth:
 
     # Erasing and sweeping
 
-    async def erase(self, tenant: TenantId, *, deadline_s: float) -> tuple[int, list[str]]:
+    async def erase(
+        self, tenant: TenantId, key_ids: Collection[bytes], *, deadline_s: float
+    ) -> tuple[int, list[str]]:
         """Forget those of a tenant's records whose key is gone, in Redis and here."""
         self._index.forget(tenant)
-        num_copies, problems = await erase_local(self.local, self.codec, tenant)
+        num_copies, problems = await erase_local(self.copies.local, self.codec, tenant, key_ids)
         found = await self.remote.entries(tenant, deadline_s=deadline_s)
         if not found.is_known:
             return num_copies, [*problems, f"records: {found.problem}"]
-        gone = [
-            (record_id, data)
-            for record_id, (data, entry) in found.entries.items()
-            if entry is None or not self.codec.is_live(entry)
-        ]
+        entries = [entry for _, entry in found.entries.values() if entry is not None]
+        erased = await self.codec.erased_among(tenant, entries, key_ids)
+        gone = [(head.id, found.entries[head.id][0]) for head, _ in erased if head.id in found.entries]
         count = await self.remote.remove(tenant, gone, only_absent=False, deadline_s=deadline_s)
         if count is None:
             problems.append("records: not all of them could be removed from Redis")
@@ -437,25 +331,18 @@ class SharedTruth:
 
     async def sweep(self) -> None:
         """Forget copies and places in indexes of records that are over, and look at some copies anew."""
-        if await self.local.ready():
-            await self.local.expire()
-        self._forget_what_is_gone()
+        await self.copies.expire()
+        for notes in (self._swept_s, self._swept_full_s):
+            while len(notes) > _MAX_NOTES:
+                del notes[next(iter(notes))]
         if not self.remote.health().is_up:
             return
         await self.remote.look()
         await self._look_at_copies()
         now_s = self.clock()
-        due = [tenant for tenant, at_s in self._swept_s.items() if now_s - at_s >= _LOOK_AGAIN_S]
+        due = [tenant for tenant, at_s in self._swept_s.items() if now_s - at_s >= LOOK_AGAIN_S]
         for tenant in due[:1]:
             await self._sweep_tenant(tenant, deadline_s=now_s + _LOOK_S, is_thorough=False)
-
-    def _forget_what_is_gone(self) -> None:
-        """Keep no note of copies and tenants for longer than they are of use."""
-        if len(self._seen_s) > 2 * len(self.local) + _MAX_NOTES:
-            self._seen_s = {at.key: self._seen_s[at.key] for at in self.local.all() if at.key in self._seen_s}
-        for notes in (self._swept_s, self._swept_full_s):
-            while len(notes) > _MAX_NOTES:
-                del notes[next(iter(notes))]
 
     async def _sweep_full(self, tenant: TenantId, deadline_s: float) -> None:
         """Make room in a tenant's quota, now and then."""
@@ -481,34 +368,21 @@ class SharedTruth:
 
     async def _look_at_copies(self) -> None:
         """See whether Redis still has what some of the copies are of."""
-        if not self._unlooked:
-            if self.clock() < self._look_again_s:
-                return
-            self._look_again_s = self.clock() + _LOOK_AGAIN_S
-            self._unlooked = self.local.all()
-        tenant = self._unlooked[-1].tenant if self._unlooked else None
-        copies: list[LocalRecord] = []
-        while self._unlooked and self._unlooked[-1].tenant == tenant and len(copies) < _LOOK_RECORDS:
-            copies.append(self._unlooked.pop())
-        if tenant is None:
+        copies = self.copies.to_look_at()
+        if not copies:
             return
         ids = [copy.head.id for copy in copies]
-        found = await self.remote.heads(tenant, ids, deadline_s=self.clock() + _LOOK_S)
+        found = await self.remote.heads(copies[0].tenant, ids, deadline_s=self.clock() + _LOOK_S)
         if not found.is_known:
             return
         for copy, data in zip(copies, found.replies, strict=True):
-            if self.local.find(copy.key) is not copy or not isinstance(data, bytes) or not data:
-                continue
-            head = head_or_none(data)
-            if head == copy.head:
-                self._seen_s[copy.key] = self.clock()
-            elif head is not None:
-                reason = RecordAbsence.DROPPED if head.is_dropped else None
-                await self._forget_seen_copy(copy, reason)
+            head = head_or_none(data) if isinstance(data, bytes) else None
+            if head is not None:
+                await self.copies.compare(copy, head)
 
     async def check(self, *, sample_records: int) -> list[str]:
         """Verify the copies' bookkeeping, and a sample of them."""
-        return await self.local.check(sample_records=sample_records)
+        return await self.copies.local.check(sample_records=sample_records)
 
     def stats(self) -> dict[str, object]:
         """Return what there is: ``copies`` are those of this node."""
@@ -517,6 +391,6 @@ class SharedTruth:
             "is_up": health.is_up,
             "reason": health.reason,
             "quota_bytes": self.quota_bytes,
-            "copies": self.local.stats(),
-            "events": {**self.remote.counters, **self.counters, **self.local.counters},
+            "copies": self.copies.local.stats(),
+            "events": {**self.remote.counters, **self.counters, **self.copies.counters},
         }

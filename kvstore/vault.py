@@ -34,7 +34,7 @@ from kvstore.tenant import TenantId, tenant_of
 from kvstore.tenant_keys import StoredRecord, TenantKeys
 from kvstore.tenant_record import RecordKind
 from kvstore.tier import TierHealth
-from kvstore_tiers.sealing import DataKey, Random
+from kvstore_tiers.sealing import DataKey, Random, key_id
 
 logger = logging.getLogger(__name__)
 
@@ -182,9 +182,41 @@ class Vault:
         key = self._keys.find(key_id)
         return key if key is not None and key.tenant == tenant else None
 
-    def was_erased(self, tenant: TenantId) -> bool:
-        """Return whether a tenant was erased at some time."""
-        return self._keys.is_erased(tenant)
+    async def shared_key_of(self, tenant: TenantId, *, deadline_s: float) -> DataKey | None:
+        """The same as ``sealing_key_of``, but None unless other nodes can have the key too."""
+        key = await self.sealing_key_of(tenant, deadline_s=deadline_s)
+        at = self._keys.state(tenant)
+        if key is not None and self._exchange is not None and not at.is_published:
+            at.looked_s = float("-inf")
+            await self._within("publish", tenant, self._share, deadline_s)
+            key = self._keys.present(tenant) if at.is_published else None
+        return key
+
+    async def _share(self, tenant: TenantId) -> None:
+        await self._consult([tenant])
+        await self._keep()
+
+    async def is_gone(self, tenant: TenantId, wanted: bytes) -> bool:
+        """Return whether it is certain that the tenant's key of that id was erased, on every node.
+
+        Asks the remote tier, which has the present key of each tenant; without its answer nothing is certain.
+        """
+        exchange = self._exchange
+        if self._down or self.is_known(wanted):
+            return False
+        if exchange is None:
+            return self._keys.is_erased(tenant)
+        (number,) = await exchange.read_erased([tenant]) if exchange.is_up else (None,)
+        if number is None:
+            return False
+        number = max(number, self._keys.state(tenant).erased)
+        (found,) = await exchange.read_keys([(tenant, number + 1)])
+        if not number or found.presence in (Presence.UNKNOWN, Presence.FOREIGN):
+            return False
+        self._take(tenant, number + 1, found)
+        record = found.record
+        is_present = record is not None and record.kind is RecordKind.KEY and key_id(record.secret) == wanted
+        return not is_present and not self.is_known(wanted)
 
     def is_known(self, key_id: bytes) -> bool:
         """Return whether the key of that id can be had at once."""

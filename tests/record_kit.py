@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvstore.record_copies import RecordCopies
 from kvstore.record_store import RecordStore
 from kvstore.record_truth import LocalTruth, RecordTruth
 from kvstore.records import MAX_TTL_S, TOKEN_BYTES, RecordKey, RecordLookup, RecordPut, RecordWrite
@@ -45,10 +46,10 @@ class FixedKeys:
 
     def __init__(self) -> None:
         self.keys: dict[TenantId, DataKey] = {}
-        self.erased: set[TenantId] = set()
+        self.erased: set[bytes] = set()
         self.is_down = False
 
-    async def sealing_key_of(self, tenant: TenantId, *, deadline_s: float) -> DataKey | None:
+    async def shared_key_of(self, tenant: TenantId, *, deadline_s: float) -> DataKey | None:
         if self.is_down:
             return None
         return self.keys.setdefault(tenant, DataKey.make(tenant))
@@ -60,16 +61,16 @@ class FixedKeys:
     def is_known(self, key_id: bytes) -> bool:
         return any(key.id == key_id for key in self.keys.values())
 
-    def was_erased(self, tenant: TenantId) -> bool:
-        return tenant in self.erased
+    async def is_gone(self, tenant: TenantId, wanted: bytes) -> bool:
+        return not self.is_down and wanted in self.erased
 
-    def erase(self, salt: bytes) -> TenantId:
+    def erase(self, salt: bytes) -> tuple[TenantId, set[bytes]]:
+        """Erase a tenant's key; returns what stores are told."""
         tenant = tenant_of(salt)
-        self.erased.add(tenant)
-        key = self.keys.pop(tenant, None)
-        if key is not None:
-            key.forget()
-        return tenant
+        key = self.keys.pop(tenant)
+        self.erased.add(key.id)
+        key.forget()
+        return tenant, {key.id}
 
 
 @dataclass
@@ -90,7 +91,7 @@ class Kit:
     keys: FixedKeys = field(default_factory=FixedKeys)
 
     def codec(self) -> RecordCodec:
-        return SealedCodec(self.keys, clock=self.clock) if self.is_sealed else PlainCodec()
+        return SealedCodec(self.keys) if self.is_sealed else PlainCodec()
 
     def local(self, name: str = "a", codec: RecordCodec | None = None) -> LocalRecords:
         more = {"capacity_bytes": self.capacity_bytes, "clock": self.clock, "wall_s": self.wall}
@@ -116,9 +117,11 @@ class Kit:
         )
 
     def truth(self, name: str = "a") -> RecordTruth:
-        codec = self.codec()
-        rest = (self.local(name), codec, self.capacity_bytes, self.quota_bytes, self.clock, self.wall)
-        return SharedTruth(self.remote(), *rest) if self.redis_url else LocalTruth(*rest)
+        codec, local, clocks = self.codec(), self.local(name), (self.clock, self.wall)
+        if not self.redis_url:
+            return LocalTruth(local, codec, self.capacity_bytes, self.quota_bytes, *clocks)
+        copies = RecordCopies(local, self.capacity_bytes, *clocks)
+        return SharedTruth(self.remote(), copies, codec, self.quota_bytes, *clocks)
 
     def store(self, name: str = "a") -> "Store":
         return Store(self.truth(name), self.clock)

@@ -120,10 +120,11 @@ def load_table(record: Record) -> str:
 
 
 def versions_line(record: Record) -> str:
-    """Cores and versions."""
+    """What the run was made with."""
     versions = ", ".join(f"{name} {version}" for name, version in sorted(record.versions.items()))
     left_out = "".join(f" Left out: {name}: {reason}." for name, reason in record.left_out.items())
-    return f"{record.cores} cores, {record.rounds} rounds; {versions}.{left_out}\n"
+    how = f"{record.cores} cores, {record.rounds} rounds, load average before them {record.load}"
+    return f"{how}; {versions}.{left_out}\n"
 
 
 TABLES: dict[str, Callable[[Record], str]] = {

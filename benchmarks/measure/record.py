@@ -19,13 +19,14 @@ _OWN = ("numpy", "xxhash", "msgpack")
 class Record:
     """One run.
 
-    ``left_out`` says of each peer that was asked for and not measured why; ``versions`` names Python and the
-    packages of client and peers.
+    ``load`` is the load average of the minute before it, of other work. ``left_out`` says why a peer that was
+    asked for was not measured; ``versions`` names Python and the packages of client and peers.
     """
 
     results: list[Row]
     rounds: int
     cores: int
+    load: float
     versions: dict[str, str]
     left_out: dict[str, str]
 
@@ -51,10 +52,12 @@ class Record:
         return None
 
 
-def make_record(rows: list[Row], rounds: int, peers: Sequence[str], left_out: dict[str, str]) -> Record:
+def make_record(
+    rows: list[Row], peers: Sequence[str], left_out: dict[str, str], *, rounds: int, load: float
+) -> Record:
     """Note what the rows were measured with."""
     own = {name: importlib.metadata.version(name) for name in _OWN}
     found = {"python": platform.python_version(), **own}
     for peer in peers:
         found |= versions(peer)
-    return Record(rows, rounds, os.cpu_count() or 1, found, left_out)
+    return Record(rows, rounds, os.cpu_count() or 1, load, found, left_out)

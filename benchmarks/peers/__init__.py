@@ -30,8 +30,9 @@ class Peer(Protocol):
     It may also have ``exists(names)`` and ``match(names)``, which fail unless all are stored.
 
     A peer whose client needs another interpreter, with payloads and places of its own of the same bytes, has
-    ``timed(call, several)``: it makes the calls there and returns the seconds of each; and ``check()``, which
-    fails unless everything that was fetched is what was put.
+    ``timed(call, several)``: it makes the calls there and returns the seconds of each; ``cool(num_bytes)``,
+    which writes so much other memory there; and ``check()``, which fails unless all that was fetched is what
+    was put.
     """
 
     server_pids: Sequence[int]

@@ -76,6 +76,10 @@ class LMCacheServer:
         """Count the leading blocks that are stored."""
         self.timed("match", [names])
 
+    def cool(self, num_bytes: int) -> None:
+        """Let the worker's payloads leave the caches."""
+        self._tell("cool", num_bytes)
+
     def check(self) -> None:
         """Fail unless every payload arrived."""
         assert self._tell("check"), "a fetched block has other bytes"

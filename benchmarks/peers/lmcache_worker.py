@@ -9,6 +9,7 @@ payloads are the worker's own, and so are the places that blocks are fetched int
     ["put", [numbers]]         seconds of each
     ["fetch", [numbers]]       seconds of each
     ["match", [numbers]]       seconds of each
+    ["cool", num_bytes]        writes so much other memory
     ["check"]                  whether all places hold their payloads; wipes a little of each
     ["clear"]                  everything is forgotten
 """
@@ -42,6 +43,7 @@ class Worker:
         self._source = torch.from_numpy(rng.integers(0, 256, (num_blocks, block_bytes), np.uint8))
         self._target = torch.from_numpy(np.zeros((num_blocks, block_bytes), np.uint8))
         self._sources, self._targets = self._source.unbind(), self._target.unbind()
+        self._other: np.ndarray | None = None
         self._sequences: list[tuple[tuple[int, ...], int]] = []
         self._next_row = 0
         self._requests = itertools.count()
@@ -115,6 +117,12 @@ class Worker:
         self._client.free_lookup_locks(key, 1).result(timeout=TIMEOUT_S)
         self._end(key)
         return taken_s
+
+    def cool(self, num_bytes: int) -> None:
+        """Write other memory, kept from call to call."""
+        if self._other is None:
+            self._other = np.zeros(num_bytes, np.uint8)
+        self._other += 1
 
     def check(self) -> bool:
         """Whether every payload arrived where it belongs."""

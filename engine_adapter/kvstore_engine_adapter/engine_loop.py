@@ -278,7 +278,9 @@ class EngineLoop:
         self.counters["passes"] += 1
         self.counters["computed_tokens"] += rows
         if rows >= _FEW_ROWS:
-            self._supply.policy.note_prefill(rows, result.seconds)
+            speed = self._supply.policy.prefill
+            expected_s = sum(speed.expected_s(live.computed, tokens) for live, tokens in step.computing)
+            speed.note(expected_s, result.seconds)
         for (live, tokens), sampled in zip(step.computing, result.sampled, strict=True):
             live.computed += tokens
             live.publish()

@@ -56,6 +56,7 @@ class LlamaModel:
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, *, max_tokens: int) -> None:
         self.config = config
+        self.max_tokens = max_tokens
         self.row_ladder: tuple[int, ...] = (_SAMPLE_ROWS,)
         self.head_ladder: tuple[int, ...] = (_SAMPLE_ROWS,)
         self._weights = weights

@@ -174,7 +174,7 @@ class PagedEngine:
     async def _prepare(self, running: "_Running") -> EngineLoop:
         settings, model = self._settings, running.forward_model
         step_tokens = max(settings.max_num_seqs, _step_tokens(settings, running.pool.device))
-        running.supply.policy.prefill_s_per_token = await running.worker.prepare(
+        running.supply.policy.prefill = await running.worker.prepare(
             running.supply.spare, max_rows=step_tokens, max_head_rows=settings.max_num_seqs
         )
         limits = SchedulerLimits(

@@ -29,6 +29,9 @@ NO_STORE, NOT_WORTH_LOADING = "no_store", "not_worth_loading"
 
 _GUARD_S = 0.25
 
+_LATE = 2.0
+"""A load that takes so many times what was expected is late: the request begins to prefill."""
+
 
 @dataclass(frozen=True, slots=True)
 class Waits:
@@ -210,8 +213,8 @@ class RequestBlocks:
         self, manager: BlockManager, owner: Owner, chain: PrefixChain, tiers: Sequence[str]
     ) -> Fetched:
         supply = self._supply
-        # Waiting longer than a prefill takes is never worth it.
-        wait_s = min(supply.waits.load_s, supply.policy.expected_prefill_s(len(tiers)))
+        # What comes later is still taken over, at the place that prefill has come to by then.
+        wait_s = min(supply.waits.load_s, _LATE * supply.policy.expected_load_s(tiers))
         wait_s = max(wait_s, supply.waits.shortest_load_s)
         try:
             async with asyncio.timeout(wait_s + _GUARD_S):

@@ -15,12 +15,14 @@ from kvstore.outlasting import outlast
 from kvstore.tier import Slot
 from kvstore_engine_adapter.attention import PageOps, Segment
 from kvstore_engine_adapter.llama import LlamaModel
+from kvstore_engine_adapter.load_policy import PrefillSpeed
 from kvstore_engine_adapter.page_pool import PagePool
 from kvstore_engine_adapter.sampling import Sampler, choose_all, log_probabilities
 
 Result = TypeVar("Result")
 
 _TIMED_TOKENS = 64
+_TIMED_CONTEXT = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +84,11 @@ class ForwardWorker:
         """Run ``work`` in the thread. If cancelled, wait for the end of the work, then raise."""
         return await outlast(asyncio.get_running_loop().run_in_executor(self._executor, work))
 
-    async def prepare(self, spare: Sequence[Slot], *, max_rows: int, max_head_rows: int) -> float:
-        """Find the exact row counts; return the seconds that prefill takes per token, using spare pages."""
+    async def prepare(self, spare: Sequence[Slot], *, max_rows: int, max_head_rows: int) -> PrefillSpeed:
+        """Find the exact row counts; measure prefill, using spare pages."""
         await self.run(self._ops.prepare)
         await self.run(lambda: self._model.prepare(max_rows=max_rows, max_head_rows=max_head_rows))
-        return await self.run(lambda: self._timed_prefill(spare))
+        return await self.run(lambda: self._prefill_speed(spare))
 
     def close(self) -> None:
         """End the thread once its work is done. Blocking for at most one pass. Idempotent."""
@@ -112,15 +114,24 @@ class ForwardWorker:
     def _forward(self, segments: Sequence[Segment]) -> torch.Tensor:
         return self._model.run(self._model.batch(segments, self._ops.begin(segments)))
 
-    def _timed_prefill(self, spare: Sequence[Slot]) -> float:
-        count = min(_TIMED_TOKENS, self._model.max_rows, len(spare) * self._pool.layout.block_tokens)
-        segment = Segment([0] * count, 0, spare)
-        seconds = 0.0
-        for _ in range(2):  # the first run pays for set-up
+    def _prefill_speed(self, spare: Sequence[Slot]) -> PrefillSpeed:
+        """Time a pass at the start of a sequence and one behind as many tokens as the spare pages hold."""
+        limit = min(len(spare) * self._pool.layout.block_tokens, self._model.max_tokens)
+        count = min(_TIMED_TOKENS, self._model.max_rows, limit)
+        late = min(_TIMED_CONTEXT, limit - count)
+        first_s = self._timed(Segment([0] * count, 0, spare))
+        if not late:
+            return PrefillSpeed(first_s / count)
+        context_s = max(0.0, self._timed(Segment([0] * count, late, spare)) - first_s) / (count * late)
+        return PrefillSpeed(max(first_s / count - context_s * count / 2, 0.0), context_s)
+
+    def _timed(self, segment: Segment) -> float:
+        times: list[float] = []
+        for _ in range(3):  # the first one pays for set-up
             started_s = time.monotonic()
             self._forward([segment])
-            seconds = time.monotonic() - started_s
-        return seconds / count
+            times.append(time.monotonic() - started_s)
+        return min(times)
 
 
 def _sample(logits: torch.Tensor, wanted: Sequence[Wanted]) -> list[Sampled]:

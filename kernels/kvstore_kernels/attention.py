@@ -1,5 +1,6 @@
 """Launches of paged attention: decode, prefill, and the step that combines splits of a long context."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -65,13 +66,13 @@ def problem_of(
     check_rows("q", q)
     check_rows("kv_pages", kv_pages)
     check_dtype("q", q, (torch.bfloat16, torch.float16))
-    scale = q.shape[2] ** -0.5 if scale is None else scale
-    if not 0 < scale < math.inf:
+    factor = float(q.shape[2] ** -0.5 if scale is None else scale)
+    if not 0 < factor < math.inf:
         raise InvalidLayout(f"scale: {scale}, expected a positive number")
     for name, tensor in (("block_tables", block_tables), ("context_lens", context_lens)):
         if not tensor.is_contiguous():
             raise InvalidLayout(f"{name}: must be contiguous")
-    return Problem(q, kv_pages, block_tables, context_lens, kv_scales, scale)
+    return Problem(q, kv_pages, block_tables, context_lens, kv_scales, factor)
 
 
 class Attention(NamedTuple):
@@ -85,11 +86,14 @@ def plan_decode(problem: Problem, limits: DeviceLimits) -> SplitPlan:
     """Plan the splits of a decode step from the sizes of its tensors alone: no wait for the device."""
     build = decode_build(problem.q.dtype, problem.kv_pages.dtype, problem.q.shape[2], limits)
     at_once = max(1, limits.multiprocessor_shared_bytes // (build.shared_bytes + 1024))
-    return plan_splits(
-        [problem.longest] * problem.q.shape[0],
-        rows=problem.kv_heads * -(-problem.group // build.query_rows),
-        places=limits.multiprocessors * at_once,
-    )
+    rows = problem.kv_heads * -(-problem.group // build.query_rows)
+    return _even_plan(problem.longest, problem.q.shape[0], rows, limits.multiprocessors * at_once)
+
+
+@functools.lru_cache(maxsize=512)
+def _even_plan(longest: int, sequences: int, rows: int, places: int) -> SplitPlan:
+    """The plan for sequences of one length; kept, since all layers of a step ask for the same."""
+    return plan_splits([longest] * sequences, rows=rows, places=places)
 
 
 def decode_launches(problem: Problem, plan: SplitPlan, limits: DeviceLimits) -> Attention:
@@ -125,7 +129,7 @@ def plan_prefill(problem: Problem, limits: DeviceLimits) -> SplitPlan:
     build = prefill_build(problem.q.dtype, problem.kv_pages.dtype, problem.q.shape[2])
     at_once = max(1, min(2, limits.multiprocessor_shared_bytes // (build.shared_bytes + 1024)))
     rows = problem.kv_heads * _most_tiles(problem, build.rows)
-    return plan_splits([problem.longest], rows=rows, places=limits.multiprocessors * at_once)
+    return _even_plan(problem.longest, 1, rows, limits.multiprocessors * at_once)
 
 
 def prefill_launches(problem: Problem, query_starts: torch.Tensor, plan: SplitPlan) -> Attention:

@@ -3,6 +3,7 @@
 The sources compute the same sizes from the same macros and refuse to compile when they disagree.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,7 @@ class DecodeBuild:
     query_rows: int = _ROWS
 
 
+@functools.lru_cache(maxsize=64)
 def decode_build(query: torch.dtype, kv: torch.dtype, head_dim: int, limits: DeviceLimits) -> DecodeBuild:
     """Return the build for these dtypes and head size: three stages of loads where they fit, else two.
 
@@ -63,6 +65,7 @@ class PrefillBuild:
     rows: int
 
 
+@functools.lru_cache(maxsize=64)
 def prefill_build(query: torch.dtype, kv: torch.dtype, head_dim: int) -> PrefillBuild:
     """Return the build for these dtypes and head size.
 
@@ -83,6 +86,7 @@ def prefill_build(query: torch.dtype, kv: torch.dtype, head_dim: int) -> Prefill
     return PrefillBuild(spec, shared_bytes, rows)
 
 
+@functools.lru_cache(maxsize=64)
 def combine_spec(query: torch.dtype, head_dim: int) -> KernelSpec:
     """The kernel that joins the splits' results; each of its thread blocks takes four rows."""
     return KernelSpec("combine_splits.cu", 128, (("QUERY_KIND", KINDS[query]), ("HEAD_DIM", head_dim)))

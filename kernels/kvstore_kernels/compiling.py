@@ -1,6 +1,7 @@
 """Compilers of the CUDA sources, and KernelBinaries, which keeps what they make."""
 
 import hashlib
+import importlib
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -193,10 +194,8 @@ def open_nvrtc() -> NvrtcCompiler:
 
 
 def _nvrtc() -> Any:  # CuPy ships no types
-    # CuPy is optional, and takes a second to import.
-    from cupy.cuda import nvrtc
-
-    return nvrtc
+    """CuPy's low-level module; it is optional and takes a second to import."""
+    return importlib.import_module("cupy.cuda").nvrtc
 
 
 def _digest_of(paths: Sequence[Path]) -> bytes:

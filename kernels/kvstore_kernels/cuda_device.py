@@ -1,11 +1,11 @@
 """CudaRunner: launches on a GPU by CuPy. No other module touches CuPy's runtime, and this one only in use."""
 
 import ctypes
+import importlib
 import logging
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from kvstore_kernels.binary_cache import BinaryCache
@@ -72,38 +72,40 @@ class CudaRunner:
         Raises:
             KernelsUnavailable: the kernel does not compile, or the driver refuses it.
         """
-        # CuPy is optional, and takes a second to import.
-        import cupy
-
-        with cupy.cuda.Device(self._device.index):
+        cuda = _cupy_cuda()
+        with cuda.Device(self._device.index):
             try:
                 function = self._functions.get(launch.spec) or self._load(launch)
                 words, pointers = packed(launch.arguments)
-                cupy.cuda.driver.launchKernel(
+                cuda.driver.launchKernel(
                     *(function.ptr, *launch.grid, launch.spec.threads, 1, 1, launch.shared_bytes),
                     torch.cuda.current_stream(self._device).cuda_stream,
                     ctypes.addressof(pointers),
                     0,
                 )
                 del words  # read by the call above, through the pointers
-            except cupy.cuda.driver.CUDADriverError as error:
+            except cuda.driver.CUDADriverError as error:
                 raise KernelsUnavailable(f"{launch.spec.name}: {error}") from error
 
     def _load(self, launch: Launch) -> Any:  # CuPy ships no types
-        from cupy.cuda import driver, function
-
-        module = function.Module()
+        cuda = _cupy_cuda()
+        module = cuda.function.Module()
         module.load(self._binaries.get(launch.spec))
         loaded = module.get_function(launch.spec.name)
         if launch.shared_bytes:
             # A build always asks for the same amount.
             for attribute, value in (
-                (driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared_bytes),
-                (driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
+                (cuda.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared_bytes),
+                (cuda.driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
             ):
-                driver.funcSetAttribute(loaded.ptr, attribute, value)
+                cuda.driver.funcSetAttribute(loaded.ptr, attribute, value)
         self._functions[launch.spec] = loaded
         return loaded
+
+
+def _cupy_cuda() -> Any:  # CuPy ships no types
+    """CuPy's module; it is optional and takes a second to import."""
+    return importlib.import_module("cupy.cuda")
 
 
 def _compiler() -> NvrtcCompiler | None:
@@ -115,9 +117,7 @@ def _compiler() -> NvrtcCompiler | None:
 
 
 def _limits(index: int) -> DeviceLimits:
-    # CuPy is optional, and takes a second to import.
-    from cupy.cuda import runtime
-
+    runtime = _cupy_cuda().runtime
     return DeviceLimits(
         multiprocessors=runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, index),
         block_shared_bytes=runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, index),
@@ -143,6 +143,4 @@ def _word(argument: Argument) -> int:
         return argument.tensor.data_ptr()
     if isinstance(argument, torch.Tensor):
         return argument.data_ptr()
-    if isinstance(argument, np.float32):
-        return int(argument.view(np.uint32))
-    return int(argument) & (2**64 - 1)
+    return int.from_bytes(argument.tobytes(), "little")

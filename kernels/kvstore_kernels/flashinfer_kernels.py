@@ -1,5 +1,6 @@
 """FlashInferKernels: attention by FlashInfer behind the same calls, where it takes the shapes."""
 
+import importlib
 import importlib.util
 from typing import Any, NamedTuple
 
@@ -54,8 +55,7 @@ class FlashInferKernels:
     def __init__(self, own: LaunchedKernels, device: torch.device) -> None:
         self._own = own
         self._device = device
-        self._decode: Any = None  # FlashInfer is optional
-        self._prefill: Any = None
+        self._wrappers: tuple[Any, Any] | None = None  # for decode and prefill; FlashInfer is optional
         self._planned: dict[str, _Planned] = {}
         self.write_kv = own.write_kv
         self.gather_blocks = own.gather_blocks
@@ -86,12 +86,11 @@ class FlashInferKernels:
             return self._own.paged_decode(
                 q, kv_pages, block_tables, context_lens, scale=scale, kv_scales=kv_scales, plan=plan
             )
-        if self._decode is None:
-            self._open()
+        wrapper = self._opened()[0]
         if not self._is_planned("decode", planned):
             lists = page_lists(block_tables, context_lens, kv_pages.shape[2])
             heads = (q.shape[1], *kv_pages.shape[3:])
-            self._decode.plan(
+            wrapper.plan(
                 *lists,
                 *heads,
                 kv_pages.shape[2],
@@ -100,7 +99,7 @@ class FlashInferKernels:
                 sm_scale=scale,
             )
             self._planned["decode"] = planned
-        result: torch.Tensor = self._decode.run(q, (kv_pages[:, 0], kv_pages[:, 1]))
+        result: torch.Tensor = wrapper.run(q, (kv_pages[:, 0], kv_pages[:, 1]))
         return result
 
     def paged_prefill(
@@ -130,12 +129,11 @@ class FlashInferKernels:
                 kv_scales=kv_scales,
                 plan=plan,
             )
-        if self._prefill is None:
-            self._open()
+        wrapper = self._opened()[1]
         if not is_planned:
             lists = page_lists(block_tables, context_lens, kv_pages.shape[2])
             heads = (q.shape[1], *kv_pages.shape[3:])
-            self._prefill.plan(
+            wrapper.plan(
                 query_starts.cpu(),
                 *lists,
                 *heads,
@@ -146,21 +144,18 @@ class FlashInferKernels:
                 sm_scale=scale,
             )
             self._planned["prefill"] = planned
-        result: torch.Tensor = self._prefill.run(q, (kv_pages[:, 0], kv_pages[:, 1]))
+        result: torch.Tensor = wrapper.run(q, (kv_pages[:, 0], kv_pages[:, 1]))
         return result
 
-    def _open(self) -> None:
-        # FlashInfer is optional.
-        import flashinfer
-
-        workspaces = [
-            torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
-            for _ in ("decode", "prefill")
-        ]
-        self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspaces[0], "NHD", use_tensor_cores=True
-        )
-        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspaces[1], "NHD")
+    def _opened(self) -> tuple[Any, Any]:
+        if self._wrappers is None:
+            flashinfer = importlib.import_module("flashinfer")
+            spaces = torch.zeros(2, _WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+            self._wrappers = (
+                flashinfer.BatchDecodeWithPagedKVCacheWrapper(spaces[0], "NHD", use_tensor_cores=True),
+                flashinfer.BatchPrefillWithPagedKVCacheWrapper(spaces[1], "NHD"),
+            )
+        return self._wrappers
 
     def _is_planned(self, call: str, asked: _Planned) -> bool:
         known = self._planned.get(call)

@@ -56,8 +56,8 @@ class HttpFace:
             lease_s=lease_s,
             server_stats=server_stats,
             gate_stats=self._doors.gate.counters.as_dict,
-            records=records or RecordStore(None),
             document=openapi_document(),
+            records=records or RecordStore(None),
         )
         self._dispatcher = Dispatcher(self._service, self._doors.gate)
         self._host_port = host_port

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import socket
 import ssl
+import time
 from collections.abc import Callable
 
 from kvstore.errors import InvalidConfig
@@ -27,9 +28,9 @@ class Listener:
     """One address, on one event loop.
 
     ``protocol`` makes what a connection's bytes go to, ``tls`` the context of the next one (None: plain).
-    Beyond ``limits.max_connections`` a newcomer, whose guard was not told of a request that may be answered,
-    makes way; if there is none, the connection gets ``full``, a whole HTTP answer, if it is plain. ``remedy``
-    is what raises that number. What cannot be used is said of ``what``.
+    Beyond ``limits.max_connections`` one that has shown nothing yet makes way (see Newcomers). Where there is
+    none, the new one gets ``full``, a whole HTTP answer, if it is plain; ``remedy`` raises the number. What
+    cannot be used is said of ``what``.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Listener:
         full: bytes,
         what: str,
         remedy: str,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._protocol = protocol
         self._limits = limits
@@ -78,7 +79,7 @@ class Listener:
         logger.info("http: listening on %s", self.url)
 
     def guard_of(self, protocol: object) -> Guard:
-        """Return the guard of a connection by its protocol."""
+        """Return the guard of a connection by its protocol; tell it of requests and who may send them."""
         return self._guards[protocol]
 
     async def stop(self) -> None:
@@ -120,8 +121,7 @@ class Listener:
         while True:
             try:
                 sock, _ = await loop.sock_accept(listener)
-                is_full = self._counters.open_connections >= self._limits.max_connections
-                if is_full and not self._make_way():
+                if self._counters.open_connections >= self._limits.max_connections and not self._make_way():
                     self._refuse(sock)
                 else:
                     self._let_in(sock)

@@ -20,6 +20,7 @@ from kvstore_engine_adapter.generation import (
     Prefilled,
     Token,
 )
+from kvstore_engine_adapter.load_policy import LoadSpeed
 from kvstore_engine_adapter.paged_engine import EngineSettings, PagedEngine
 from kvstore_engine_adapter.request_blocks import Waits
 from kvstore_engine_adapter.sampling import SamplingParams
@@ -180,7 +181,7 @@ async def test_a_store_that_hangs_on_reads_costs_at_most_the_waits(tiny_bf16, co
         await settled(engine)
     waits = Waits(match_s=0.05, load_s=0.1, shortest_load_s=0.05)
     async with opened(tiny_bf16, lower=[store], waits=waits, is_checked=False) as engine:
-        engine._running.supply.policy.load_s_per_block["memory"] = 1e-6
+        engine._running.supply.policy.speeds["memory"] = LoadSpeed(call_s=0.0, block_s=1e-6)
         store.hold()
         started_s = time.monotonic()
         found = await answer(engine)
@@ -188,6 +189,24 @@ async def test_a_store_that_hangs_on_reads_costs_at_most_the_waits(tiny_bf16, co
         store.let_go()
     assert found[1].report.miss_reason == MissReason.TIMED_OUT.value
     assert load_s < 0.8, f"of {time.monotonic() - started_s} s"
+    assert_same_answer(found, cold[tuple(PROMPT)])
+
+
+async def test_a_load_that_comes_late_is_taken_over_where_prefill_has_come_to(tiny_bf16, cold):
+    store = FaultyTier(MemoryTier(is_shared=False))
+    async with opened(tiny_bf16, lower=[store]) as engine:
+        await answer(engine)
+        await settled(engine)
+    waits = Waits(load_s=0.01, shortest_load_s=0.01)
+    async with opened(tiny_bf16, lower=[store], waits=waits, step_tokens=1, max_num_seqs=1) as engine:
+        engine._running.supply.policy.speeds["memory"] = LoadSpeed(call_s=0.0, block_s=1e-6)
+        store.hold()
+        task = asyncio.create_task(answer(engine))
+        while engine.stats()["counters"].get("passes", 0) < 3:  # noqa: ASYNC110  counted, not announced
+            await asyncio.sleep(0)
+        store.let_go()
+        found = await task
+    assert 0 < found[1].report.matched_tokens < 192
     assert_same_answer(found, cold[tuple(PROMPT)])
 
 
@@ -211,7 +230,7 @@ async def test_a_load_slower_than_prefill_is_skipped_and_reported(tiny_bf16, col
         await answer(engine)
         await settled(engine)
     async with opened(tiny_bf16, lower=[store]) as engine:
-        engine._running.supply.policy.load_s_per_block["memory"] = 10.0
+        engine._running.supply.policy.speeds["memory"] = LoadSpeed(call_s=0.0, block_s=10.0)
         found = await answer(engine)
     report = found[1].report
     assert (report.matched_tokens, report.found_tokens) == (0, 192)

@@ -191,6 +191,39 @@ def test_a_context_longer_than_its_table_gives_nan_for_its_sequence_alone(
         assert (out[1].cpu().double() - expected(case)[1]).abs().max() <= tolerance(case)
 
 
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+@pytest.mark.parametrize("plan", [SplitPlan(64, 3), SplitPlan(192, 1)])
+def test_what_a_row_gets_does_not_depend_on_chunks_or_on_other_sequences(
+    under_test: UnderTest, kv_dtype: torch.dtype, plan: SplitPlan
+) -> None:
+    """To the bit, as long as splits are equally long: an engine's answers must not depend on its batches."""
+    shape = Shape((90, 5), (150, 5), 16, 2, 3)
+    case = make_case(shape, (BF16, kv_dtype, 64), torch.Generator().manual_seed(11)).to(under_test.device)
+    kernels, scales = under_test.kernels, case.kv_scales
+
+    def prefill(rows: slice, sequences: slice, counts: list[int], contexts: list[int]) -> torch.Tensor:
+        starts = torch.tensor([0, *counts], device=under_test.device).cumsum(0).int()
+        lens = torch.tensor(contexts, dtype=torch.int32, device=under_test.device)
+        tables = case.block_tables[sequences].contiguous()
+        return kernels.paged_prefill(
+            case.q[rows], case.kv_pages, tables, starts, lens, kv_scales=scales, plan=plan
+        )
+
+    def decode(rows: list[int], sequences: list[int], contexts: list[int]) -> torch.Tensor:
+        lens = torch.tensor(contexts, dtype=torch.int32, device=under_test.device)
+        tables = case.block_tables[sequences].contiguous()
+        return kernels.paged_decode(case.q[rows], case.kv_pages, tables, lens, kv_scales=scales, plan=plan)
+
+    whole = prefill(slice(0, 95), slice(0, 2), [90, 5], [150, 5])
+    first = prefill(slice(0, 37), slice(0, 1), [37], [97])
+    rest = prefill(slice(37, 90), slice(0, 1), [53], [150])
+    assert torch.equal(torch.cat([first, rest]), whole[:90])
+    assert torch.equal(prefill(slice(90, 95), slice(1, 2), [5], [5]), whole[90:])
+    both = decode([89, 94], [0, 1], [150, 5])
+    assert torch.equal(both[:1], decode([89], [0], [150]))
+    assert torch.equal(both[1:], decode([94], [1], [5]))
+
+
 def test_the_inner_loops_read_shared_memory_without_bank_conflicts(under_test: UnderTest) -> None:
     if under_test.emulated is None:
         pytest.skip("only the emulation counts them")

@@ -13,7 +13,7 @@ def main(socket_path: str, times: int) -> None:
         won = 0
         while won < times:
             record = client.get_record("c", "n")
-            assert record is not None
+            assert record is not None, (won, client.client_stats())
             value = b"%d" % (int(record.value) + 1)
             write = client.put_record("c", "n", value, if_version=record.version)
             if write.is_stored:

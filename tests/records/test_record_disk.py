@@ -172,6 +172,9 @@ class Troubled:
         self.after: Exception | None = None
         self.gate = threading.Event()
         self.gate.set()
+        self.has_committed = threading.Event()
+        self.may_return = threading.Event()
+        self.may_return.set()
 
     def read(self, key: bytes) -> bytes | None:
         return self.inner.read(key)
@@ -181,6 +184,8 @@ class Troubled:
         if self.before is not None:
             raise self.before
         self.inner.commit(changes)
+        self.has_committed.set()
+        self.may_return.wait()
         if self.after is not None:
             raise self.after
 
@@ -212,6 +217,40 @@ async def test_after_a_failed_commit_the_disk_says_what_holds(kit: Kit, when: st
         assert record.value == (b"1" if when == "before" else b"2")
         assert (await store.set("n", b"3", record.version)).is_stored
         assert store.events["faults"] == 1
+
+
+async def test_a_read_while_a_put_is_on_disk_but_not_known_yet_forgets_no_record(kit: Kit) -> None:
+    async with kit.store() as store:
+        await store.set("n", b"1")
+        disk = troubled(store)
+        disk.may_return.clear()
+        putting = asyncio.create_task(store.set("n", b"2"))
+        await asyncio.to_thread(disk.has_committed.wait)
+
+        looking = asyncio.create_task(store.value("n"))
+        await store.truth.local._reads.run(lambda: None)  # it has read
+        await asyncio.sleep(0)
+        disk.may_return.set()
+
+        assert (await putting).is_stored
+        assert await looking == b"2"
+        assert store.events["corrupt"] == 0
+    async with kit.store() as store:
+        assert await store.value("n") == b"2"
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_record_put_while_an_older_one_expires_stays(kit: Kit, is_first: bool) -> None:
+    async with kit.store() as store:
+        await store.set("n", b"1", ttl_s=60)
+        kit.clock.moved_s += 100
+        calls = [store.set("n", b"2"), store.truth.sweep()]
+
+        await asyncio.gather(*(calls if is_first else reversed(calls)))
+
+        assert await store.value("n") == b"2"
+    async with kit.store() as store:
+        assert await store.value("n") == b"2"
 
 
 async def test_a_commit_without_room_changes_nothing_and_the_next_may_go(kit: Kit) -> None:

@@ -9,13 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvstore.tenant import tenant_of
-from kvstore_tiers.record_remote_session import (
-    Exchange,
-    SharedEnd,
-    SharedNames,
-    SharedStatus,
-    remove_records,
-)
+from kvstore_tiers.record_remote_session import Exchange, remove_records
+from kvstore_tiers.record_shared import SharedEnd, SharedNames, SharedStatus
 from kvstore_tiers.remote_session import Tally
 from kvstore_tiers.resp import RespConnection
 from kvstore_tiers.resp_stream import RespFault

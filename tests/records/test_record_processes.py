@@ -91,3 +91,48 @@ def test_a_client_outlives_a_restart_and_says_what_it_does_not_know(tmp_path: Pa
             assert again.value == b"2" or again == record or again.version == record.version
     finally:
         store.kill()
+
+
+def test_erasing_a_tenant_on_one_node_takes_its_records_from_all(tmp_path: Path, redis: RedisServer) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("aa" * 32 + "\n")
+    keys.chmod(0o600)
+    stores = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        settings = StoreSettings(
+            ssd_bytes=2 * MIB, ssd_folder=tmp_path / name / "ssd", redis_url=redis.url, master_keys=keys
+        )
+        stores.append(StoreProcess(tmp_path / name, settings))
+    try:
+        for store in stores:
+            store.start()
+        with (
+            KVStore.connect(stores[0].socket_path, timeout_s=20) as one,
+            KVStore.connect(stores[1].socket_path, timeout_s=20) as other,
+        ):
+            first = one.put_record("c", "n", b"of ann", tenant_salt=b"ann")
+            assert other.put_record(
+                "c", "n", b"of ann, later", if_version=first.version, tenant_salt=b"ann"
+            ).is_stored
+            one.put_record("c", "n", b"of bob", tenant_salt=b"bob")
+
+            report = one.erase_tenant(b"ann", timeout_s=30)
+
+            assert (report.is_complete, report.keys, report.records) == (True, 1, 1)
+            for client in (one, other):
+                assert client.look_up_record("c", "n", tenant_salt=b"ann").record is None
+                assert client.list_records("c", tenant_salt=b"ann") == []
+                found = client.get_record("c", "n", tenant_salt=b"bob")
+                assert found is not None
+                assert found.value == b"of bob"
+            assert one.put_record("c", "n", b"anew", if_version=0, tenant_salt=b"ann").is_stored
+            while other.stats()["encryption"]["erased_tenants"] == 0:
+                pass
+            again = other.get_record("c", "n", tenant_salt=b"ann")
+            assert again is not None
+            assert again.value == b"anew"
+            assert [client.check() for client in (one, other)] == [[], []]
+    finally:
+        for store in stores:
+            store.kill()

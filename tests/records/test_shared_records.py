@@ -12,7 +12,7 @@ from kvstore.records import RecordAbsence, RecordKey, RecordOutcome, RecordPlace
 from kvstore.tenant import TenantId, tenant_of
 from kvstore_tiers.record_format import charge_bytes, record_id
 from kvstore_tiers.record_remote import RIGHTS
-from kvstore_tiers.record_remote_session import (
+from kvstore_tiers.record_shared import (
     COPY_LIFE_S,
     SharedEnd,
     SharedNames,
@@ -209,7 +209,7 @@ async def test_what_others_dropped_or_changed_leaves_the_copies(
     kit.clock.moved_s += 601
     while True:
         await one.truth.sweep()
-        if one.truth.local.find(tenant_of(ANN) + record_id(RecordKey("c", "changed", ANN))) is None:
+        if one.truth.copies.local.find(tenant_of(ANN) + record_id(RecordKey("c", "changed", ANN))) is None:
             break
     redis.kill()
 
@@ -235,8 +235,8 @@ async def test_what_was_read_from_redis_is_copied_too(pair: tuple[Store, Store],
     one, other = pair
     await one.set("n", b"1")
     assert await other.value("n") == b"1"
-    while other.truth._keeping:
-        await asyncio.wait(set(other.truth._keeping))
+    while other.truth.copies._keeping:
+        await asyncio.wait(set(other.truth.copies._keeping))
     redis.kill()
 
     assert (await other.look("n", timeout_s=SHORT_S)).record.value == b"1"
@@ -509,10 +509,10 @@ async def test_erasing_a_tenant_removes_its_records_everywhere(tmp_path: Path, r
             await one.set(f"n{number}", b"x")
         await one.set("n", b"bobs", salt=BOB)
         assert await other.value("n0") == b"x"
-        tenant = kit.keys.erase(ANN)
+        told = kit.keys.erase(ANN)
 
-        count, problems = await one.erase(tenant)
-        await other.erase(tenant)
+        count, problems = await one.erase(*told)
+        await other.erase(*told)
 
         assert (count, problems) == (150, [])
         assert redis.ask(b"HLEN", NAMES.index) == b":1\r\n"
@@ -520,25 +520,42 @@ async def test_erasing_a_tenant_removes_its_records_everywhere(tmp_path: Path, r
         for store in (one, other):
             assert (await store.look("n0")).record is None
             assert await store.listed() == []
-            assert len(store.truth.local) <= 1
+            assert len(store.truth.copies.local) <= 1
         assert await other.value("n", salt=BOB) == b"bobs"
         assert (await one.set("n0", b"new", 0)).is_stored
         assert await other.value("n0") == b"new"
+
+
+async def test_another_node_that_hears_late_of_an_erasure_removes_nothing_newer(
+    tmp_path: Path, redis: RedisServer
+) -> None:
+    kit = Kit(tmp_path, redis.url, is_sealed=True)
+    async with kit.store("a") as one, kit.store("b") as other:
+        await one.set("old", b"x")
+        told = kit.keys.erase(ANN)
+        await one.erase(*told)
+        assert (await one.set("new", b"y", 0)).is_stored
+
+        await other.erase(*told)
+        await other.erase(told[0], ())
+
+        assert await other.value("new") == b"y"
+        assert [info.name for info in await one.listed()] == ["new"]
 
 
 async def test_an_erasure_that_redis_does_not_take_is_made_up_for(tmp_path: Path, redis: RedisServer) -> None:
     kit = Kit(tmp_path, redis.url, is_sealed=True)
     async with kit.store() as store:
         await store.set("n", b"x")
-        tenant = kit.keys.erase(ANN)
+        told = kit.keys.erase(ANN)
         redis.pause()
-        _, problems = await store.erase(tenant)
+        _, problems = await store.erase(*told)
         redis.resume()
 
         assert problems
         async with asyncio.timeout(30):
             while True:
-                if redis.ask(b"EXISTS", key_of("n")) == b":0\r\n":
+                if redis.ask(b"HLEN", NAMES.index) == b":1\r\n":
                     break
                 await asyncio.sleep(0.01)
 

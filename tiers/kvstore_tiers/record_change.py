@@ -17,10 +17,11 @@ class DiskFault(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A record to store under a key, or (None) to forget."""
+    """A record to store under a key, or (None) to forget; ``entry`` given: only if that is there."""
 
     key: bytes
     record: StoredRecord | None
+    entry: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

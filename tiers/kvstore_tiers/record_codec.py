@@ -2,7 +2,7 @@
 
 import asyncio
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from kvstore.checksum import checksum
@@ -65,6 +65,11 @@ class RecordCodec(Protocol):
     def is_live(self, entry: Entry) -> bool:
         """Return whether a record can be read still: its key was not erased since it was made."""
 
+    async def erased_among(
+        self, tenant: TenantId, entries: Sequence[Entry], key_ids: Collection[bytes]
+    ) -> list[Entry]:
+        """Return the entries of records whose key is certain to be gone, ``key_ids`` being erased keys."""
+
 
 class PlainCodec:
     """Records in the clear."""
@@ -101,6 +106,12 @@ class PlainCodec:
     def is_live(self, entry: Entry) -> bool:
         """Return True."""
         return True
+
+    async def erased_among(
+        self, tenant: TenantId, entries: Sequence[Entry], key_ids: Collection[bytes]
+    ) -> list[Entry]:
+        """Return none: there are no keys."""
+        return []
 
 
 def assembled(draft: Draft, name: bytes, body: bytes, *, is_sealed: bool = False) -> StoredRecord:

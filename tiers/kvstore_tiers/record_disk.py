@@ -134,6 +134,8 @@ class RecordDisk:
                 for change in changes:
                     record = change.record
                     if record is None:
+                        if change.entry not in (None, transaction.get(change.key, db=self._entries)):
+                            continue  # another record took its place
                         transaction.delete(change.key, db=self._entries)
                         transaction.delete(change.key, db=self._bodies)
                     else:
@@ -222,7 +224,7 @@ def examine(index: Path, capacity_bytes: int) -> None:
         for database in (entries, bodies):
             with transaction.cursor(db=database) as cursor:
                 for key, value in cursor:
-                    bytes(key), bytes(value)
+                    _ = bytes(key), bytes(value)
     with env.begin(write=True) as transaction:
         transaction.put(b"\0", b"\0", db=entries)
         transaction.abort()

@@ -45,22 +45,23 @@ class Kept(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class LocalRecord:
-    """What is known of a record: all but its body, which is given only where it is not on disk.
-
-    ``is_damaged``: it was read and counted as damaged.
-    """
+    """What is known of a record: all but its body, which is given only where it is not on disk."""
 
     key: bytes
     head: RecordHead
     name: bytes
     deadline_s: float
     body: bytes | None = None
-    is_damaged: bool = False
 
     @property
     def tenant(self) -> TenantId:
         """Whose it is."""
         return TenantId(self.key[:TENANT_BYTES])
+
+    @property
+    def entry(self) -> bytes:
+        """Head and name part, as on disk."""
+        return self.head.pack() + self.name
 
     @property
     def charge_bytes(self) -> int:
@@ -207,8 +208,10 @@ class LocalRecords:
             room_bytes -= record.charge_bytes
         return chosen
 
-    async def read(self, record: LocalRecord) -> StoredRecord | None:
+    async def read(self, record: LocalRecord, *, is_alone: bool = True) -> StoredRecord | None:
         """Return a whole record; None if it is not what it was, or damaged.
+
+        It is counted as damaged only if ``is_alone``: no put of it is under way.
 
         Raises:
             TierUnavailable: the disk failed.
@@ -226,9 +229,9 @@ class LocalRecords:
         try:
             return None if data is None else StoredRecord.unpack(data, record.head.id)
         except CorruptBlock as error:
-            self.counters["corrupt"] += not record.is_damaged
-            record.is_damaged = True
-            self._faults.warn("records: %s: a record is damaged: %s", self._where, error)
+            if is_alone:
+                self.counters["corrupt"] += 1
+                self._faults.warn("records: %s: a record is damaged: %s", self._where, error)
             return None
 
     # Changes
@@ -258,14 +261,20 @@ class LocalRecords:
         return await self.forget(seen, reason)
 
     async def forget(self, keys: Iterable[bytes], reason: RecordAbsence | None) -> Kept:
-        """Forget records, for a reason that is remembered; None: they are not gone, only not here."""
-        known = [key for key in keys if key in self._records]
+        """Forget records, for a reason that is remembered; None: they are not gone, only not here.
+
+        One that takes the place of one of these meanwhile stays. What is CORRUPT may have any bytes on disk:
+        that is forgotten whatever it is, so no put of it may be under way.
+        """
+        known = [self._records[key] for key in keys if key in self._records]
         if not known:
             return Kept.OK
-        status = await self._commit([Change(key, None) for key in known])
+        is_any = reason is RecordAbsence.CORRUPT
+        status = await self._commit([Change(at.key, None, None if is_any else at.entry) for at in known])
         if status is Kept.OK:
-            for key in known:
-                self._lose(key, reason)
+            for record in known:
+                if self._records.get(record.key) is record:
+                    self._lose(record.key, reason)
         return status
 
     async def expire(self) -> int:

@@ -20,14 +20,6 @@ from kvstore_tiers.record_remote_session import (
     MAX_REMOVED,
     Answered,
     Exchange,
-    Result,
-    SharedEnd,
-    SharedEntries,
-    SharedFound,
-    SharedNames,
-    SharedReplies,
-    SharedStatus,
-    StoreRequest,
     discard_record,
     drop_record,
     read_heads,
@@ -36,6 +28,16 @@ from kvstore_tiers.record_remote_session import (
     read_times,
     remove_records,
     store_record,
+)
+from kvstore_tiers.record_shared import (
+    Result,
+    SharedEnd,
+    SharedEntries,
+    SharedFound,
+    SharedNames,
+    SharedReplies,
+    SharedStatus,
+    StoreRequest,
 )
 from kvstore_tiers.remote_node import CONTROL_TIMEOUT_S, NodeSettings, RemoteNode, Work
 from kvstore_tiers.remote_servers import servers_of, with_tls

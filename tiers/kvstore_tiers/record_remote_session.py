@@ -12,23 +12,30 @@ In step. Behind each batch of commands goes a PING with a token, and its replies
 back in its place. A connection whose server said something unexpected is not used again: it may watch keys.
 """
 
-import enum
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from kvstore.errors import CorruptBlock
 from kvstore.records import MAX_TTL_S
-from kvstore.tenant import TenantId
-from kvstore_tiers.record_codec import Entry
 from kvstore_tiers.record_format import (
     HEAD_BYTES,
     MAX_STORED_BYTES,
-    RecordHead,
     StoredRecord,
     charge_bytes,
     tombstone,
-    unpack_entry,
+)
+from kvstore_tiers.record_shared import (
+    COPY_LIFE_S,
+    Result,
+    SharedEnd,
+    SharedEntries,
+    SharedFound,
+    SharedNames,
+    SharedReplies,
+    SharedStatus,
+    StoreRequest,
+    entry_or_none,
+    head_or_none,
+    seen_version,
 )
 from kvstore_tiers.remote_session import Tally
 from kvstore_tiers.resp import ErrorReply, Piece, RespConnection, RespReply, command
@@ -37,9 +44,9 @@ from kvstore_tiers.resp_stream import RespFault
 INDEX_MS = int((MAX_TTL_S + 86_400) * 1000)
 """How long an index is kept after the last put: longer than any record."""
 
-TOMBSTONE_SLACK_MS = 3_600_000
-COPY_LIFE_S = 86_400.0
-"""How long a node may serve its copy of a record that it has not seen in Redis since."""
+_MARK_SLACK_MS = 3_600_000
+_MARK_MS = int(COPY_LIFE_S * 1000) + _MARK_SLACK_MS
+"""How long a mark of a dropped record stays: longer than any copy of it may be served."""
 
 NEAR_BYTES = 64 << 20
 """With less than this left of a quota, puts of a tenant go one at a time: none may pass it together."""
@@ -55,99 +62,6 @@ _UNAVAILABLE_CODES = frozenset({"LOADING", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAI
 _REFUSES_WRITES_CODES = frozenset({"READONLY", "NOREPLICAS", "MISCONF"})
 _ASKING = command(b"ASKING")
 _tokens = itertools.count(1)
-
-
-class SharedStatus(enum.Enum):
-    """How a change ended.
-
-    CHANGED: the record has another version than was expected. ABORTED: somebody touched it meanwhile; try
-    again. REFUSED: the server does not let us. UNKNOWN: no answer; ``is_sent`` says whether it may be done.
-    """
-
-    OK = "ok"
-    CHANGED = "changed"
-    ABORTED = "aborted"
-    QUOTA = "quota"
-    FULL = "full"
-    REFUSED = "refused"
-    UNKNOWN = "unknown"
-
-
-@dataclass(slots=True)
-class SharedEnd:
-    """How a change ended, filled in while it runs. ``version`` is the record's then; ``count`` of removed."""
-
-    status: SharedStatus = SharedStatus.UNKNOWN
-    version: int = 0
-    count: int = 0
-    is_sent: bool = False
-    problem: str = ""
-
-
-@dataclass(slots=True)
-class SharedFound:
-    """What was read: the stored bytes, and milliseconds of the time left; the entry of the index.
-
-    ``now_ms`` is the server's clock. ``is_known``: the server answered.
-    """
-
-    data: bytes | None = None
-    left_ms: int = 0
-    entry: bytes | None = None
-    now_ms: int = 0
-    is_known: bool = False
-    problem: str = ""
-
-
-@dataclass(slots=True)
-class SharedEntries:
-    """What an index holds: entries by digest, as stored and (None: damaged) unpacked.
-
-    ``now_ms`` is the server's clock.
-    """
-
-    entries: dict[bytes, tuple[bytes, Entry | None]] = field(default_factory=dict)
-    now_ms: int = 0
-    is_known: bool = False
-    problem: str = ""
-
-
-@dataclass(slots=True)
-class SharedReplies:
-    """One reply per record asked for."""
-
-    replies: list[RespReply] = field(default_factory=list)
-    is_known: bool = False
-    problem: str = ""
-
-
-Result = SharedEnd | SharedFound | SharedEntries | SharedReplies
-
-
-@dataclass(frozen=True, slots=True)
-class SharedNames:
-    """Names records of one tenant on the server."""
-
-    prefix: str
-    tenant: TenantId
-
-    @property
-    def index(self) -> bytes:
-        """The key of the index."""
-        return f"{self.prefix}:r1:{{{self.tenant.hex()}}}:index".encode()
-
-    def of(self, record_id: bytes) -> bytes:
-        """The key of a record."""
-        return f"{self.prefix}:r1:{{{self.tenant.hex()}}}:{record_id.hex()}".encode()
-
-
-@dataclass(frozen=True, slots=True)
-class StoreRequest:
-    """A record to store in place of the one with version ``expected`` (0: none that we could read)."""
-
-    record: StoredRecord
-    expected: int
-    quota_bytes: int
 
 
 class Answered(Exception):
@@ -294,7 +208,7 @@ def drop_record(exchange: Exchange, names: SharedNames, record_id: bytes, end: S
     if not is_there and not charge:
         end.status = SharedStatus.OK
         return exchange.forget_watches()
-    life_ms = min(max(_int(left), 0), int(COPY_LIFE_S * 1000)) + TOMBSTONE_SLACK_MS
+    life_ms = min(max(_int(left), 0) + _MARK_SLACK_MS, _MARK_MS)
     mark = tombstone(record_id)
     changes = [_set_pieces(key, mark, life_ms), *_index_removal(index, [record_id], charge)]
     if _execute(exchange, changes, end):
@@ -327,9 +241,9 @@ def remove_records(
     *,
     only_absent: bool,
 ) -> None:
-    """Remove records whose entry is the one given; with ``only_absent`` those whose value is gone.
+    """Put marks in place of records whose entry is the one given.
 
-    Raises Answered, RespFault.
+    With ``only_absent`` those whose value is gone only leave the index. Raises Answered, RespFault.
     """
     index, ids = names.index, [record_id for record_id, _ in wanted]
     keys = [names.of(record_id) for record_id in ids]
@@ -341,20 +255,24 @@ def remove_records(
         ],
         max_bytes=_SCAN_BYTES,
     )
-    if not isinstance(entries, list) or len(entries) != len(keys):
+    found = entries if isinstance(entries, list) else []
+    if len(found) != len(ids):
         raise RespFault("unexpected reply to HMGET")
     chosen = [
         (key, record_id, entry)
-        for key, (record_id, entry), is_there, present in zip(keys, wanted, exist, entries, strict=True)
+        for key, (record_id, entry), is_there, present in zip(keys, wanted, exist, found, strict=True)
         if present == entry and not (only_absent and is_there == 1)
     ]
     if not chosen:
         end.status = SharedStatus.OK
         return exchange.forget_watches()
     changes: list[Sequence[Piece]] = []
-    for key, _, _ in chosen:
-        # SET touches the value for whoever watches it, also where there is none.
-        changes += [[command(b"SET", key, b"")], [command(b"DEL", key)]]
+    for key, record_id, _ in chosen:
+        if only_absent:
+            # SET touches the value for whoever watches it, also where there is none.
+            changes += [[command(b"SET", key, b"")], [command(b"DEL", key)]]
+        else:
+            changes.append(_set_pieces(key, tombstone(record_id), _MARK_MS))
     charge = sum(_charge(entry) for _, _, entry in chosen)
     changes += _index_removal(index, [record_id for _, record_id, _ in chosen], charge)
     if _execute(exchange, changes, end):
@@ -397,27 +315,6 @@ def read_times(exchange: Exchange, names: SharedNames, ids: Sequence[bytes], fou
     """Read the milliseconds left of each record; negative where there is none. Raises Answered, RespFault."""
     found.replies = exchange.need([[command(b"PTTL", names.of(record_id))] for record_id in ids])
     found.is_known = True
-
-
-def head_or_none(data: bytes | None) -> RecordHead | None:
-    """Return the head that stored bytes begin with; None if there is none."""
-    try:
-        return None if not data else RecordHead.unpack(data)
-    except CorruptBlock:
-        return None
-
-
-def entry_or_none(data: bytes) -> Entry | None:
-    """Return head and name part of an entry; None if it is damaged."""
-    try:
-        return unpack_entry(data)
-    except CorruptBlock:
-        return None
-
-
-def seen_version(head: RecordHead | None, *, is_sealed: bool) -> int:
-    """Return the version of a record; 0 if there is none that could be read here."""
-    return 0 if head is None or head.is_dropped or head.is_sealed != is_sealed else head.version
 
 
 def _execute(exchange: Exchange, changes: Sequence[Sequence[Piece]], end: SharedEnd) -> bool:

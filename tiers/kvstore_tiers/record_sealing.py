@@ -5,11 +5,10 @@ the record's digest, its version, its times and the part's role: neither an olde
 another record's bytes, nor other times pass for it.
 """
 
-import asyncio
 import functools
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from kvstore.checksum import checksum
@@ -27,15 +26,16 @@ _LAYOUT = hashlib.sha256(b"kvstore.record.1").digest()
 _WHOLE = Part(0, 1, 0, 1)
 _STATE = struct.Struct("<Q16sQQI")
 _NAME, _BODY = 0, 1
-_ASK_AGAIN_S = 0.3
-"""After so long a key that another node has just made can be had, if there is one."""
 
 
 class RecordKeys(Protocol):
     """Who has the keys. Methods run on the event loop."""
 
-    async def sealing_key_of(self, tenant: TenantId, *, deadline_s: float) -> DataKey | None:
-        """Return the key for a tenant's new records, made if need be; None if there is none in time."""
+    async def shared_key_of(self, tenant: TenantId, *, deadline_s: float) -> DataKey | None:
+        """Return the key for a tenant's new records, made if need be, which other nodes can have too.
+
+        None if there is none in time.
+        """
 
     async def opening_key_of(self, tenant: TenantId, key_id: bytes, *, deadline_s: float) -> DataKey | None:
         """Return the key of that id; None if it is not known, or not the tenant's."""
@@ -43,16 +43,15 @@ class RecordKeys(Protocol):
     def is_known(self, key_id: bytes) -> bool:
         """Return whether the key of that id can be had at once."""
 
-    def was_erased(self, tenant: TenantId) -> bool:
-        """Return whether the tenant was erased at some time."""
+    async def is_gone(self, tenant: TenantId, wanted: bytes) -> bool:
+        """Return whether it is certain that the tenant's key of that id was erased, on every node."""
 
 
 class SealedCodec:
     """Records encrypted, in a thread of its own. ``open`` and ``close`` frame its use."""
 
-    def __init__(self, keys: RecordKeys, *, clock: Callable[[], float]) -> None:
+    def __init__(self, keys: RecordKeys) -> None:
         self._keys = keys
-        self._clock = clock
         self._jobs = Jobs("records-seal", 1)
 
     @property
@@ -70,7 +69,7 @@ class SealedCodec:
 
     async def make(self, tenant: TenantId, draft: Draft, *, deadline_s: float) -> StoredRecord | None:
         """Return the record, encrypted; None if there is no key in time."""
-        key = await self._keys.sealing_key_of(tenant, deadline_s=deadline_s)
+        key = await self._keys.shared_key_of(tenant, deadline_s=deadline_s)
         if key is None:
             return None
 
@@ -115,16 +114,31 @@ class SealedCodec:
         head, name = entry
         return head.is_sealed and self._keys.is_known(name[:KEY_ID_BYTES])
 
+    async def erased_among(
+        self, tenant: TenantId, entries: Sequence[Entry], key_ids: Collection[bytes]
+    ) -> list[Entry]:
+        """Return the entries of records whose key is certain to be gone, ``key_ids`` being erased keys."""
+        gone = dict.fromkeys(key_ids, True)
+        erased: list[Entry] = []
+        for entry in entries:
+            head, name = entry
+            key_id = name[:KEY_ID_BYTES]
+            if head.is_sealed and key_id not in gone:
+                gone[key_id] = await self._keys.is_gone(tenant, key_id)
+            if head.is_sealed and gone[key_id]:
+                erased.append(entry)
+        return erased
+
     async def _key_of(self, tenant: TenantId, key_id: bytes, deadline_s: float) -> DataKey | Unread:
         """Return the key of that id, or why there is none: ERASED if it is certain that nobody has it."""
         key = await self._keys.opening_key_of(tenant, key_id, deadline_s=deadline_s)
         if key is not None:
             return key
-        if not self._keys.was_erased(tenant) or self._clock() + _ASK_AGAIN_S >= deadline_s:
-            return Unread.NO_KEY
-        await asyncio.sleep(_ASK_AGAIN_S)
+        if await self._keys.is_gone(tenant, key_id):
+            return Unread.ERASED
+        # Asking whether it is gone may have brought it.
         key = await self._keys.opening_key_of(tenant, key_id, deadline_s=deadline_s)
-        return Unread.ERASED if key is None else key
+        return Unread.NO_KEY if key is None else key
 
 
 def _header(head: RecordHead, role: int, length_bytes: int, total: int, seal: bytes = b"") -> BlockHeader:

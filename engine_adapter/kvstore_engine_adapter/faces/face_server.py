@@ -4,7 +4,6 @@ import asyncio
 import logging
 import resource
 import ssl
-import time
 from collections.abc import Callable
 
 from aiohttp import web
@@ -46,7 +45,7 @@ class FaceServer:
     ) -> None:
         self.counters = face.counters
         app = face.application(
-            max_body_bytes=max_body_bytes, outer=[self._guarded], inner=[self._note_admitted]
+            max_body_bytes=max_body_bytes, outer=[self._guarded], on_admitted=self._note_admitted
         )
         # Cancellation on: a client that hangs up ends its request.
         self._runner = web.AppRunner(
@@ -60,7 +59,6 @@ class FaceServer:
             full=_FULL,
             what="engine",
             remedy="ulimit -n, or run more replicas",
-            clock=time.monotonic,
         )
 
     @property
@@ -100,10 +98,8 @@ class FaceServer:
         finally:
             guard.end_request()
 
-    @web.middleware
-    async def _note_admitted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    def _note_admitted(self, request: web.Request) -> None:
         self._listener.guard_of(request.protocol).note_admitted()
-        return await handler(request)
 
     def _protocol(self) -> "_Protocol":
         server = self._runner.server

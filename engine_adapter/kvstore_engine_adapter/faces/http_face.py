@@ -82,16 +82,24 @@ class HttpFace:
         *,
         max_body_bytes: int = MAX_BODY_BYTES,
         outer: Sequence[Middleware] = (),
-        inner: Sequence[Middleware] = (),
+        on_admitted: Callable[[web.Request], None] | None = None,
     ) -> web.Application:
         """Return the routes.
 
-        ``outer`` middlewares see requests first, and answers last; ``inner`` ones see requests that
-        were admitted.
+        ``outer`` middlewares see requests first, and answers last; ``on_admitted`` is told of each request
+        whose sender may send it.
         """
+
+        @web.middleware
+        async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+            self._callers.admit(request)
+            if on_admitted is not None:
+                on_admitted(request)
+            return await handler(request)
+
         app = web.Application(
             client_max_size=max_body_bytes,
-            middlewares=[*outer, self._errors_in_shape, self._admit_callers, *inner],
+            middlewares=[*outer, self._errors_in_shape, admit],
         )
         for method, path, answer in self._routes():
             resource = app.router.add_resource(path)
@@ -153,11 +161,6 @@ class HttpFace:
             shown = api_error(error)
         self.counters.errors[shown.code or str(shown.status)] += 1
         return _error_response(request, shown)
-
-    @web.middleware
-    async def _admit_callers(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        self._callers.admit(request)
-        return await handler(request)
 
     async def close(self, *, grace_s: float) -> None:
         """Refuse new requests, give those under way ``grace_s`` seconds, then end them with an error."""

@@ -80,15 +80,17 @@ DEVICE float quad_sum(float value) {
 
 DEVICE float not_a_number() { return float_from_bits(0x7FC00000u); }
 
-// A power of two that brings a row's largest magnitude into [1, 2), and its inverse: fp8 keys meet fp16 queries, whose
-// range is smaller than bfloat16's. Rows without such a power (0, infinity, NaN) stay as they are.
+// fp8 keys meet fp16 queries, whose range is smaller than bfloat16's: a power of two that brings the largest magnitude
+// of some rows into [1, 2), and its inverse. It is 1 where the range suffices as it is, so that what one row gets does
+// not depend on others; and where there is no such power (0, infinity, NaN).
 struct RowFactor {
     float down, up;
 };
 
 DEVICE RowFactor row_factor(float largest) {
     const u32 exponent = bits_from_float(largest) & 0x7F800000u;
-    if (exponent == 0 || exponent >= 0x7F000000u) return {1.0f, 1.0f};
+    const bool is_in_range = exponent >= 0x3B800000u && exponent <= 0x47000000u;  // 2^-8 to below 2^16
+    if (is_in_range || exponent == 0 || exponent >= 0x7F000000u) return {1.0f, 1.0f};
     RowFactor factor;
     factor.down = float_from_bits(0x7F000000u - exponent);
     factor.up = float_from_bits(exponent);
