@@ -136,8 +136,8 @@ class SharedTruth:
             if end.status is SharedStatus.OK:
                 return await self._stored(put, named, record, end, deadline_s)
             if end.status is SharedStatus.CHANGED:
-                if put.if_version is not None:
-                    return self._conflict(named, end)
+                if is_doubtful or put.if_version is not None:
+                    return self._changed(named, end, is_doubtful=is_doubtful)
                 base, record = end.version, None
             elif end.status is SharedStatus.QUOTA and not was_swept:
                 was_swept = True
@@ -151,7 +151,10 @@ class SharedTruth:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
-    def _conflict(self, named: Named, end: SharedEnd) -> RecordWrite:
+    def _changed(self, named: Named, end: SharedEnd, *, is_doubtful: bool) -> RecordWrite:
+        if is_doubtful:
+            # Others came before it, or after it was done. Which of the two nobody knows, and it is done once.
+            return unavailable("others changed the record meanwhile", is_doubtful=True)
         copy = self.copies.local.find(named.local_key)
         if not end.version and copy is not None:
             return RecordWrite(

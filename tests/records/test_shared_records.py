@@ -9,10 +9,17 @@ import pytest
 
 from kvstore.errors import TierUnavailable
 from kvstore.records import RecordAbsence, RecordKey, RecordOutcome, RecordPlace
-from kvstore.tenant import tenant_of
+from kvstore.tenant import TenantId, tenant_of
 from kvstore_tiers.record_format import charge_bytes, record_id
 from kvstore_tiers.record_remote import RIGHTS
-from kvstore_tiers.record_shared import COPY_LIFE_S, SharedNames, head_or_none
+from kvstore_tiers.record_shared import (
+    COPY_LIFE_S,
+    SharedEnd,
+    SharedNames,
+    SharedStatus,
+    StoreRequest,
+    head_or_none,
+)
 from tests.record_kit import ANN, BOB, MIB, Kit, Store
 from tests.redis_cluster import RedisCluster
 from tests.redis_sentinel import MASTER, RedisSentinels
@@ -96,6 +103,34 @@ async def test_a_put_that_redis_took_late_is_found_by_its_token_and_made_once(
         assert await other.value("n") == b"after"
         assert (await other.set("n", b"x", first.version)).outcome is RecordOutcome.CONFLICT
         token = bytes([token[0] + 1]) * 16
+
+
+@pytest.mark.parametrize("is_conditional", [True, False])
+async def test_a_put_whose_answer_was_lost_and_that_others_replaced_is_in_doubt_and_made_once(
+    pair: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch, is_conditional: bool
+) -> None:
+    one, other = pair
+    first = await one.set("n", b"before")
+    remote = one.truth.remote
+    ask = remote.store
+    num_asked = 0
+
+    async def lose_the_first_answer(
+        tenant: TenantId, request: StoreRequest, *, deadline_s: float
+    ) -> SharedEnd:
+        nonlocal num_asked
+        num_asked += 1
+        end = await ask(tenant, request, deadline_s=deadline_s)
+        if num_asked > 1:
+            return end
+        await other.set("n", b"on", end.version)
+        return SharedEnd(SharedStatus.UNKNOWN, is_sent=True)
+
+    monkeypatch.setattr(remote, "store", lose_the_first_answer)
+    write = await one.set("n", b"mine", first.version if is_conditional else None)
+
+    assert (write.outcome, write.is_doubtful) == (RecordOutcome.UNAVAILABLE, True)
+    assert await other.value("n") == b"on"
 
 
 async def test_after_a_restart_without_its_content_nobody_goes_on_unknowingly(
