@@ -28,9 +28,9 @@ class Listener:
     """One address, on one event loop.
 
     ``protocol`` makes what a connection's bytes go to, ``tls`` the context of the next one (None: plain).
-    Beyond ``limits.max_connections`` one that has shown nothing yet makes way (see Newcomers). Where there is
-    none, the new one gets ``full``, a whole HTTP answer, if it is plain; ``remedy`` raises the number. What
-    cannot be used is said of ``what``.
+    Beyond ``limits.max_connections`` one that has shown nothing yet makes way (see Newcomers); without such a
+    one the new connection gets ``full``, a whole HTTP answer, if it is plain. ``remedy`` is what raises the
+    number. What cannot be used is said of ``what``.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from kvstore_engine_adapter.faces.choice import Choice, Piece, StopCut
-from kvstore_engine_adapter.faces.event_stream import ClientGone
+from kvstore_engine_adapter.faces.event_stream import SlowClient
 from kvstore_engine_adapter.faces.sampling_fields import AnswerPlan
 from kvstore_engine_adapter.generation import (
     EngineClosed,
@@ -100,7 +100,7 @@ class Answering:
         Close the generator to end what is left.
 
         Raises:
-            ClientGone: too much waits to be taken.
+            SlowClient: too much waits to be taken.
         """
         tasks = [
             asyncio.create_task(self._pump(group, choice))
@@ -178,7 +178,7 @@ class Answering:
         self._news.set()
         limit = self._max_unread_tokens
         if limit is not None and sum(len(at.tokens) for at in self._waiting.values()) > limit:
-            raise ClientGone(f"a client has {limit} tokens of its stream unread: it reads too slowly")
+            raise SlowClient(f"a client has {limit} tokens of its stream unread: it reads too slowly")
 
 
 def _with_own_seed(request: GenerateRequest, number: int) -> GenerateRequest:

@@ -13,6 +13,10 @@ class ClientGone(ConnectionError):
     """A client that hung up, or that does not read its stream."""
 
 
+class SlowClient(ClientGone):
+    """A client that takes its stream too slowly, or not at all."""
+
+
 class EventStream:
     """Server-sent events on one response.
 
@@ -55,5 +59,7 @@ async def _in_time(sending: Coroutine[object, object, None]) -> None:
     try:
         async with asyncio.timeout(_PATIENCE_S):
             await sending
-    except (ConnectionError, TimeoutError) as error:
-        raise ClientGone("a client went away or stopped reading its stream") from error
+    except TimeoutError as error:
+        raise SlowClient("a client stopped reading its stream") from error
+    except ConnectionError as error:
+        raise ClientGone("a client went away while its stream was sent") from error

@@ -14,7 +14,7 @@ from kvstore.http.limits import Limits, connection_cap
 from kvstore.http.listener import Listener, full_answer
 from kvstore.http.protocol import MAX_HEADER_BYTES, MAX_HEADERS, MAX_LINE_BYTES
 from kvstore_engine_adapter.faces.api_error import ApiError
-from kvstore_engine_adapter.faces.event_stream import ClientGone
+from kvstore_engine_adapter.faces.event_stream import ClientGone, SlowClient
 from kvstore_engine_adapter.faces.http_face import MAX_BODY_BYTES, HttpFace
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,8 @@ class FaceServer:
         guard.begin_request()
         try:
             return await handler(request)
-        except ClientGone:
+        except ClientGone as error:
+            self.counters.slow_clients += isinstance(error, SlowClient)
             # What was sent of the answer is not whole: its end must not look like one.
             guard.abort()
             return web.Response()

@@ -8,6 +8,7 @@ _COUNTERS = (
     "connections",
     "open_connections",
     "refused_connections",
+    "ended_newcomers",
     "failed_handshakes",
     "slow_clients",
     "malformed_requests",

@@ -104,15 +104,13 @@ class RecordAccess:
         self._used: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
 
     async def get(self, owner: Owner, collection: str, name: str) -> Record | None:
-        """Return a record, None if there is none or the name can be none's.
+        """Return a record, None if there is none.
 
         Raises:
             ApiError: 503: it is not known whether there is one.
         """
         try:
             return await self._records.get_record(collection, name, tenant_salt=owner.salt)
-        except InvalidRequest:
-            return None
         except KVStoreError as error:
             raise unavailable(error) from error
 
@@ -171,8 +169,6 @@ class RecordAccess:
         try:
             self._used.pop(owner.salt, None)
             return await self._records.drop_record(collection, name, tenant_salt=owner.salt)
-        except InvalidRequest:
-            return False
         except KVStoreError as error:
             raise unavailable(error) from error
 
@@ -229,8 +225,6 @@ class RecordAccess:
                 if_version=if_version,
                 tenant_salt=owner.salt,
             )
-        except InvalidRequest as error:
-            raise ApiError(400, str(error), code="session_name_invalid") from error
         except KVStoreError as error:
             raise unavailable(error) from error
 

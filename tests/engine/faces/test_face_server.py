@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.http.limits import Limits
 from kvstore_engine_adapter.faces.answering import Answering
-from kvstore_engine_adapter.faces.event_stream import ClientGone
+from kvstore_engine_adapter.faces.event_stream import SlowClient
 from kvstore_engine_adapter.faces.sampling_fields import AnswerPlan
 from kvstore_engine_adapter.sampling import SamplingParams
 from tests.engine.faces.face_server import LONG_TEXT, face_server
@@ -64,8 +64,8 @@ async def test_connections_beyond_the_cap_are_told_so(lively):
     async with face_server(lively, server_options={"limits": Limits(max_connections=2)}) as server:
         held = [await asyncio.open_connection(*address(server)) for _ in range(2)]
         for reader, writer in held:
-            writer.write(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-            assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200 ")
+            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            assert (await reader.readuntil(b"}]}")).startswith(b"HTTP/1.1 200 ")
         answer = await answer_to(server, b"")
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "overloaded"
@@ -75,6 +75,16 @@ async def test_connections_beyond_the_cap_are_told_so(lively):
             await asyncio.sleep(0.01)
         async with server.async_openai() as client:
             assert (await client.models.list()).data[0].id == "tiny"
+
+
+async def test_connections_that_say_nothing_make_way_for_others(lively):
+    async with face_server(lively, server_options={"limits": Limits(max_connections=2)}) as server:
+        silent = [await asyncio.open_connection(*address(server)) for _ in range(6)]
+        async with server.async_openai() as client:
+            assert (await client.models.list()).data[0].id == "tiny"
+        for _, writer in silent:
+            writer.close()
+        assert server.counters.refused_connections == 0
 
 
 async def test_a_head_that_does_not_come_to_its_end_ends_the_connection(lively):
@@ -106,6 +116,8 @@ async def test_a_client_that_stops_reading_is_dropped_and_others_go_on(lively):
             assert other.usage.completion_tokens <= 5
             await server.has_requests(True)
             await server.has_requests(False)
+            while not server.counters.slow_clients:  # noqa: ASYNC110  # nothing tells
+                await asyncio.sleep(0.01)
         assert server.counters.slow_clients == 1
 
 
@@ -139,6 +151,6 @@ async def test_tokens_that_nobody_reads_are_bounded(lively):
         pieces = answering.pieces()
         await anext(pieces)
         await server.has_requests(False)
-        with pytest.raises(ClientGone, match="20 tokens of its stream unread"):
+        with pytest.raises(SlowClient, match="20 tokens of its stream unread"):
             [piece async for piece in pieces]
         assert len(answering.choices[0].tokens) <= 60

@@ -12,9 +12,10 @@ from kvstore.auth import KeyRecord, Keyring, Scope, key_digest
 from kvstore.errors import ServerUnavailable
 from kvstore.gate import Gate
 from kvstore.records import RecordOutcome, RecordWrite
+from kvstore_engine_adapter.faces import sessions, stored_responses
 from kvstore_engine_adapter.faces.http_face import FaceDoors
 from kvstore_engine_adapter.faces.memory_records import MemoryRecords
-from kvstore_engine_adapter.faces.record_access import SESSIONS, TURNS, SessionLimits
+from kvstore_engine_adapter.faces.record_access import RESPONSES, SESSIONS, TURNS, SessionLimits
 from tests.engine.faces.face_server import LONG_TEXT, face_server
 
 
@@ -64,13 +65,13 @@ def text_of(answer):
 
 
 @contextlib.asynccontextmanager
-async def apis(model, records, count=1, **limits):
+async def apis(model, records, count=1, serving=None, **limits):
     """Replicas that share records, as an Api each."""
     doors = FaceDoors(records=records, limits=SessionLimits(**limits))
     async with contextlib.AsyncExitStack() as stack:
         found = []
         for _ in range(count):
-            server = await stack.enter_async_context(face_server(model, doors=doors))
+            server = await stack.enter_async_context(face_server(model, doors=doors, **serving or {}))
             found.append(Api(await stack.enter_async_context(server.async_openai())))
         yield found
 
@@ -409,9 +410,91 @@ async def test_a_session_beyond_the_quota_is_refused_until_there_is_room(lively,
 
 
 async def test_a_turn_too_long_for_a_record_is_refused(lively, records):
-    async with apis(lively, records, quota_bytes=1 << 30) as (api,):
-        # A body of megabytes is more than this server takes, so the history says it.
-        await refused(api.create(messages=[{"role": "user", "content": "x" * 60_000}] * 20), 413, None)
+    options = {"server_options": {"max_body_bytes": 4 << 20}}
+    async with apis(lively, records, serving=options) as (api,):
+        long = [{"role": "user", "content": "x" * 1_100_000}]
+        await refused(api.create(messages=long), 400, "session_too_long")
+
+
+async def test_a_session_of_as_many_turns_as_may_be_is_continued_no_more(api, monkeypatch):
+    monkeypatch.setattr(sessions, "MAX_TURNS", 2)
+    await api.say("one", "talk", create=True)
+    await api.say("two", "talk")
+    await refused(api.say("three", "talk"), 400, "session_too_long")
+
+
+async def test_a_response_after_as_many_as_may_be_is_refused(api, monkeypatch):
+    monkeypatch.setattr(stored_responses, "MAX_ANCESTORS", 1)
+    ask = {"model": "tiny", "max_output_tokens": 2, "input": "x"}
+    first = await api.client.responses.create(**ask)
+    second = await api.client.responses.create(**ask, previous_response_id=first.id)
+    await refused(
+        api.client.responses.create(**ask, previous_response_id=second.id),
+        400,
+        "previous_response_not_found",
+    )
+
+
+async def test_a_history_that_cannot_be_renewed_is_continued_all_the_same(lively, caplog):
+    clock = Clock()
+    records = Away(clock=clock)
+    async with apis(lively, records, ttl_s=100) as (api,):
+        await api.say("one", "talk", create=True)
+        clock.now_s += 90
+        records.away = frozenset({("put", TURNS)})
+        assert await api.texts("talk")
+        assert "was not renewed: unavailable" in caplog.text
+        records.away = frozenset()
+        await api.say("two", "talk")
+        assert len(await api.texts("talk")) == 4
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "code"),
+    [
+        (RecordOutcome.QUOTA, 429, "insufficient_quota"),
+        (RecordOutcome.FULL, 503, "sessions_unavailable"),
+    ],
+)
+async def test_what_the_store_refuses_is_told_and_leaves_the_session_as_it_was(lively, outcome, status, code):
+    records = Away()
+    async with apis(lively, records) as (api,):
+        await api.say("one", "talk", create=True)
+        records.away = frozenset({("put", TURNS)})
+        records.write = RecordWrite(outcome, problem="no room")
+        await refused(api.say("two", "talk"), status, code)
+        unstored = await api.client.responses.create(model="tiny", input="x", max_output_tokens=2)
+        assert unstored.store is True
+        records.away = frozenset({("put", RESPONSES)})
+        unstored = await api.client.responses.create(model="tiny", input="x", max_output_tokens=2)
+        assert unstored.store is False
+        assert len(await api.texts("talk")) == 2
+
+
+class Hanging(MemoryRecords):
+    """Records of a store that takes its time."""
+
+    is_hanging = False
+    num_puts = 0
+
+    async def put_record(self, collection, name, value, **options):
+        self.num_puts += 1
+        if self.is_hanging:
+            await asyncio.Event().wait()
+        return await super().put_record(collection, name, value, **options)
+
+
+async def test_a_response_is_not_held_up_by_a_store_that_hangs_more_than_once(lively, monkeypatch):
+    monkeypatch.setattr(stored_responses, "_PATIENCE_S", 0.6)
+    records = Hanging()
+    async with apis(lively, records) as (api,):
+        ask = {"model": "tiny", "max_output_tokens": 2, "input": "x"}
+        records.is_hanging = True
+        first = await api.client.responses.create(**ask)
+        second = await api.client.responses.create(**ask)
+        assert (first.store, second.store) == (False, False)
+        assert "within 0.6 seconds" in first.kvstore["not_stored"]
+        assert records.num_puts == 1
 
 
 KEYS = {"amy": "amys key", "bob": "bobs key"}
