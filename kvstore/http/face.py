@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 
 from aiohttp import web
 
+from kvstore.accepting import Accepting
 from kvstore.doors import Doors
 from kvstore.errors import InvalidConfig
 from kvstore.http.counters import HttpCounters
 from kvstore.http.dispatch import Dispatcher
-from kvstore.http.guard import Guard
+from kvstore.http.guard import READ_BYTES, Guard
 from kvstore.http.limits import Limits
 from kvstore.http.newcomers import Newcomers
 from kvstore.http.openapi import openapi_document
@@ -25,7 +26,6 @@ from kvstore.tier import SlotTier
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 512
-_ACCEPT_PAUSE_S = 0.1
 _HANDSHAKE_S = 10.0
 _END_S = 1.0
 _LATE_S = 2.0
@@ -70,10 +70,11 @@ class HttpFace:
         self._dispatcher = Dispatcher(self._service, self._doors.gate)
         self._host_port = host_port
         self._listener: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
+        self._accepting: Accepting | None = None
         self._server: web.Server | None = None
         self._opening: dict[asyncio.Task[None], socket.socket] = {}
         self._guards: dict[object, Guard] = {}
+        self._buffer = memoryview(bytearray(READ_BYTES))
         self._newcomers: Newcomers[Guard] = Newcomers(self._service.clock)
         self._num_requests = 0
         self._is_idle = asyncio.Event()
@@ -103,7 +104,7 @@ class HttpFace:
         self._listener = _listening_socket(*self._host_port)
         self._doors.start()
         self._server = web.Server(self._answer, handler_cancellation=True)
-        self._accepting = asyncio.create_task(self._accept(self._listener), name="http-accept")
+        self._accepting = Accepting(self._listener, self._receive, "http")
         logger.info("http: listening on %s", self.url)
 
     def start(self) -> None:
@@ -118,8 +119,7 @@ class HttpFace:
             async with asyncio.timeout(drain_s):
                 await self._is_idle.wait()
         if self._accepting is not None:
-            self._accepting.cancel()
-            await asyncio.gather(self._accepting, return_exceptions=True)
+            self._accepting.stop()
             self._accepting = None
         if self._listener is not None:
             self._listener.close()
@@ -147,7 +147,7 @@ class HttpFace:
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         guard = self._guards[request.protocol]
-        guard.begin_request()
+        guard.begin_request(request.content_length)
         self._num_requests += 1
         self._is_idle.clear()
         try:
@@ -169,21 +169,12 @@ class HttpFace:
             if not self._num_requests:
                 self._is_idle.set()
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listener)
-                if self.counters.open_connections >= self._limits.max_connections and not self._make_way():
-                    self._refuse(sock)
-                else:
-                    self._let_in(sock)
-            except (OSError, MemoryError) as error:
-                # Out of descriptors or memory: clients wait in the backlog meanwhile.
-                self._refusals.warn("http: cannot accept a connection: %s", error or "out of memory")
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
-            await asyncio.sleep(0)  # whoever is connected has his turn between two that come
+    def _receive(self, sock: socket.socket) -> None:
+        """Let a connection in, if there is room for it or can be made."""
+        if self.counters.open_connections >= self._limits.max_connections and not self._make_way():
+            self._refuse(sock)
+        else:
+            self._let_in(sock)
 
     def _let_in(self, sock: socket.socket) -> None:
         assert self._server is not None, "http: not listening"
@@ -191,6 +182,7 @@ class HttpFace:
             Protocol(self._server, self.counters),
             self._limits,
             self.counters,
+            buffer=self._buffer,
             on_admitted=self._newcomers.discard,
             on_end=self._note_end,
         )
