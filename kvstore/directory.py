@@ -177,6 +177,8 @@ class Directory:
         self._used_bytes: dict[tuple[str, NamespaceDigest], int] = {}
         self._epochs: dict[str, int] = {}
         self._only_child: dict[str, Mapping[str, int]] = {tier: {tier: 1} for tier in certain_tiers}
+        self.num_opened = 0
+        """How often a namespace was opened that was not open."""
 
     def open_namespace(
         self, namespace: Namespace, *, in_use: Callable[[], Set[NamespaceDigest]] = frozenset
@@ -187,6 +189,7 @@ class Directory:
         not ``in_use``.
         """
         digest = namespace.digest
+        self.num_opened += digest not in self._namespaces
         self._namespaces[digest] = namespace
         self._namespaces.move_to_end(digest)
         if len(self._namespaces) > MAX_NAMESPACES:

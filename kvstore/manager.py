@@ -170,8 +170,10 @@ class BlockManager:
         state = self._state
         for tier in state.lower:
             tier.open_namespace(namespace)
+        num_before = state.directory.num_opened
         digest = state.directory.open_namespace(namespace, in_use=state.leases.used_namespaces)
-        self._epochs.note_namespace()
+        if state.directory.num_opened > num_before:  # else its model's epoch is followed already
+            self._epochs.note_namespace()
         if owner is not None and state.leases.is_live(owner):
             state.leases.note_namespace(owner, digest)
         return digest

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+from kvstore.accepting import Accepting
 from kvstore.arena_view import open_read_only
 from kvstore.errors import InvalidRequest, ProtocolMismatch, ServerUnavailable
 from kvstore.late_work import LateWork
@@ -35,7 +36,6 @@ _GREETING_TIMEOUT_S = 2.0
 _IDLE_S = 10.0
 """How long a connection must have been silent, holding nothing, to make way when there is no room."""
 
-_ACCEPT_PAUSE_S = 0.1
 _LATE_S = 2.0
 _PEER = struct.Struct("3i")
 
@@ -67,7 +67,7 @@ class StoreServer:
         self._instance = os.urandom(INSTANCE_BYTES)
         self._listener: socket.socket | None = None
         self._bound: tuple[Path, os.stat_result] | None = None
-        self._accepting: asyncio.Task[None] | None = None
+        self._accepting: Accepting | None = None
         self._greetings: set[asyncio.Task[None]] = set()
         self._silent: dict[asyncio.Task[None], None] = {}  # of those, who has not greeted yet; oldest first
         self._connections: set[Connection] = set()
@@ -92,7 +92,7 @@ class StoreServer:
         path = parse_address(self._socket_path)
         self._listener = await listening_socket(path)
         self._bound = (path, path.stat())
-        self._accepting = asyncio.create_task(self._accept(self._listener), name="server-accept")
+        self._accepting = Accepting(self._listener, self.serve_socket, "server")
         logger.info("server: listening on %s", path)
 
     def start(self, arena_fd: int | None) -> None:
@@ -128,8 +128,7 @@ class StoreServer:
         """Stop listening, answer the requests under way for up to ``drain_s`` seconds, and disconnect."""
         self._is_stopping = True
         if self._accepting is not None:
-            self._accepting.cancel()
-            await asyncio.gather(self._accepting, return_exceptions=True)
+            self._accepting.stop()
             self._accepting = None
         self._unlisten()
         for task in self._greetings:
@@ -166,19 +165,6 @@ class StoreServer:
     def _forget_greeting(self, task: "asyncio.Task[None]") -> None:
         self._greetings.discard(task)
         self._silent.pop(task, None)
-
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listener)
-                self.serve_socket(sock)
-            except (OSError, MemoryError) as error:
-                # Out of descriptors or memory: clients wait in the backlog meanwhile.
-                self._refusals.warn("server: cannot accept a connection: %s", error or "out of memory")
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
-            await asyncio.sleep(0)  # whoever is connected has his turn between two that come
 
     async def _greet(self, sock: socket.socket) -> None:
         """Check who connects, exchange greetings, and hand the socket to a Connection."""

@@ -93,10 +93,11 @@ MAX_IN_FLIGHT = 32
 """Requests of one connection that may be under way; more wait unread in its socket."""
 
 _TURN_BYTES = 64 << 10
-_LEAST_COST_BYTES = 2 << 10
-"""What a connection may have accepted before it is the others' turn: so many bytes, a small frame counted as
-so many. A client with many large requests, or very many small ones, keeps no other waiting for more than one
-such turn."""
+_TURN_S = 200e-6
+_TURN_TASKS = 4
+"""What a connection may have accepted before it is the others' turn: so many bytes, as many requests as are
+answered in so much time, and so many that go on as tasks. A client with many large requests, or very many
+small ones, keeps no other waiting for more than one such turn."""
 
 _WRITE_HIGH_BYTES = 1 << 20
 _SLOW_READER_S = 10.0
@@ -264,20 +265,23 @@ class Connection(asyncio.BufferedProtocol):
         """
         if self._is_turn_over:
             return
-        decoder, left_bytes = self._decoder, _TURN_BYTES
+        decoder, left_bytes, is_over = self._decoder, _TURN_BYTES, False
+        until_s, most_in_flight = time.monotonic() + _TURN_S, len(self._in_flight) + _TURN_TASKS
         try:
-            while decoder.pending_bytes and left_bytes > 0 and self._has_room:
+            while decoder.pending_bytes and not is_over and self._has_room:
                 frame = decoder.next_frame()
                 if frame is None:
                     break
-                left_bytes -= max(len(frame.body), _LEAST_COST_BYTES)
+                left_bytes -= len(frame.body)
                 self._accept(frame)
+                is_over = left_bytes <= 0 or len(self._in_flight) >= most_in_flight
+                is_over = is_over or time.monotonic() >= until_s
         except ProtocolMismatch as error:
             self._counters.protocol_errors += 1
             self._malformed.warn("server: closed a connection: %s", error)
             self.abort()
             return
-        if left_bytes <= 0 and decoder.pending_bytes:
+        if is_over and decoder.pending_bytes:
             self._is_turn_over = True
             asyncio.get_running_loop().call_soon(self._begin_turn)
         self._read_on(is_wanted=self._has_room and not self._is_turn_over)

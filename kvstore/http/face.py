@@ -126,7 +126,7 @@ class HttpFace:
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         guard = self._listener.guard_of(request.protocol)
-        guard.begin_request()
+        guard.begin_request(request.content_length)
         self._num_requests += 1
         self._is_idle.clear()
         try:

@@ -15,13 +15,21 @@ from typing import cast
 from kvstore.http.counters import HttpCounters
 from kvstore.http.limits import Limits
 
+READ_BYTES = 256 << 10
+"""Most bytes that are read of a connection at a time."""
+
+_HEAD_READ_BYTES = 16 << 10
 _INT = struct.Struct("@i")
 _TCP_CLOSE = 7
 """State of a connection that was reset: netinet/tcp.h."""
 
 
-class Guard(asyncio.Protocol):
+class Guard(asyncio.BufferedProtocol):
     """One connection. ``inner`` is the protocol that it passes everything to.
+
+    ``buffer``, of READ_BYTES, may be shared by all connections of a loop: it is filled and emptied in one go.
+    Large pieces are read only of a body whose length is known: all else is parsed, a piece at a time, while
+    others wait (a body of tiny chunks: 44 us per KiB).
 
     What was granted in an answer that the client did not read is taken back: see ``undo_if_unread``. That an
     answer was read is known when more comes from the client, or when it ends the connection in order and its
@@ -38,12 +46,15 @@ class Guard(asyncio.Protocol):
         limits: Limits,
         counters: HttpCounters,
         *,
+        buffer: memoryview,
         on_admitted: Callable[["Guard"], None],
         on_end: Callable[["Guard"], None],
     ) -> None:
         self.inner = inner
         self._limits = limits
         self._counters = counters
+        self._buffer = buffer
+        self._read_bytes = _HEAD_READ_BYTES
         self._on_admitted = on_admitted
         self._on_end = on_end
         self._transport: asyncio.Transport | None = None
@@ -64,13 +75,17 @@ class Guard(asyncio.Protocol):
         self._wait(self._limits.header_s)
         self.inner.connection_made(transport)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Say where the next bytes go."""
+        return self._buffer[: self._read_bytes]
+
+    def buffer_updated(self, nbytes: int) -> None:
         """Pass data on; the first bytes of a request start its time."""
         self._undo.clear()
         if self._is_idle:
             self._is_idle = False
             self._wait(self._limits.header_s)
-        self.inner.data_received(data)
+        self.inner.data_received(bytes(self._buffer[:nbytes]))
 
     def eof_received(self) -> bool | None:
         """Pass it on."""
@@ -104,9 +119,11 @@ class Guard(asyncio.Protocol):
             self._stalled = None
         self.inner.resume_writing()
 
-    def begin_request(self) -> None:
-        """Note that a request's header is complete."""
+    def begin_request(self, body_bytes: int | None) -> None:
+        """Note that a request's header is complete, and how long its body is, if that is known."""
         self._is_idle = False
+        if body_bytes:
+            self._read_bytes = READ_BYTES
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
@@ -114,6 +131,7 @@ class Guard(asyncio.Protocol):
     def end_request(self) -> None:
         """Note that a request is answered: the connection is idle."""
         self._is_idle = True
+        self._read_bytes = _HEAD_READ_BYTES
         if self._transport is not None:
             self._wait(self._limits.idle_s)
 

@@ -8,9 +8,10 @@ import ssl
 import time
 from collections.abc import Callable
 
+from kvstore.accepting import Accepting
 from kvstore.errors import InvalidConfig
 from kvstore.http.counters import HttpCounters
-from kvstore.http.guard import Guard
+from kvstore.http.guard import READ_BYTES, Guard
 from kvstore.http.limits import Limits
 from kvstore.http.newcomers import Newcomers
 from kvstore.http.protocol import MAX_HEADER_BYTES
@@ -19,7 +20,6 @@ from kvstore.log_limit import LimitedWarning
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 512
-_ACCEPT_PAUSE_S = 0.1
 _HANDSHAKE_S = 10.0
 _END_S = 1.0
 
@@ -53,7 +53,8 @@ class Listener:
         self._what = what
         self._remedy = remedy
         self._socket: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
+        self._accepting: Accepting | None = None
+        self._buffer = memoryview(bytearray(READ_BYTES))
         self._opening: dict[asyncio.Task[None], socket.socket] = {}
         self._guards: dict[object, Guard] = {}
         self._newcomers: Newcomers[Guard] = Newcomers(clock)
@@ -75,7 +76,7 @@ class Listener:
             InvalidConfig: the address cannot be used.
         """
         self._socket = self._bound(host, port)
-        self._accepting = asyncio.create_task(self._accept(self._socket), name="http-accept")
+        self._accepting = Accepting(self._socket, self._receive, "http")
         logger.info("http: listening on %s", self.url)
 
     def guard_of(self, protocol: object) -> Guard:
@@ -85,8 +86,7 @@ class Listener:
     async def stop(self) -> None:
         """Let no more connections in, and end those whose handshake is not over. Idempotent."""
         if self._accepting is not None:
-            self._accepting.cancel()
-            await asyncio.gather(self._accepting, return_exceptions=True)
+            self._accepting.stop()
             self._accepting = None
         if self._socket is not None:
             self._socket.close()
@@ -116,27 +116,19 @@ class Listener:
             ) from error
         return sock
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listener)
-                if self._counters.open_connections >= self._limits.max_connections and not self._make_way():
-                    self._refuse(sock)
-                else:
-                    self._let_in(sock)
-            except (OSError, MemoryError) as error:
-                # Out of descriptors or memory: clients wait in the backlog meanwhile.
-                self._refusals.warn("http: cannot accept a connection: %s", error or "out of memory")
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
-            await asyncio.sleep(0)  # whoever is connected has his turn between two that come
+    def _receive(self, sock: socket.socket) -> None:
+        """Let a connection in, if there is room for it or can be made."""
+        if self._counters.open_connections >= self._limits.max_connections and not self._make_way():
+            self._refuse(sock)
+        else:
+            self._let_in(sock)
 
     def _let_in(self, sock: socket.socket) -> None:
         guard = Guard(
             self._protocol(),
             self._limits,
             self._counters,
+            buffer=self._buffer,
             on_admitted=self._newcomers.discard,
             on_end=self._note_end,
         )

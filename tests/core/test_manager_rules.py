@@ -352,6 +352,17 @@ async def test_an_epoch_ended_on_one_node_ends_on_another_that_shares_a_remote_t
         assert await other.fetch(chain) == ([], MissReason.OTHER_EPOCH)
 
 
+async def test_of_a_namespace_that_is_open_already_no_news_is_asked_for():
+    async with running() as store:
+        news = store.manager._epochs._has_news
+        store.manager.open_namespace(OTHER)
+        assert news.is_set()
+        news.clear()
+        for _ in range(100):
+            store.manager.open_namespace(OTHER)
+        assert not news.is_set()
+
+
 async def test_an_epoch_a_remote_tier_forgot_is_told_to_it_again():
     remote = GatedTier("remote", is_shared=True)
     async with running(remote) as store:

@@ -293,3 +293,22 @@ async def test_a_request_that_does_not_end_is_given_up_at_the_end():
             await store.face.stop(drain_s=0.05)
             assert await raw.hear_all() == b""
         assert store.dram.used_bytes == 0
+
+
+async def test_only_of_a_body_of_known_length_large_pieces_are_read(store, client):
+    async with RawClient.connected(store.face) as raw:
+        await raw.say(head("GET", "/healthz"))
+        await raw.hear_answer()
+        (guard,) = [guard for guard in store.face._listener._guards.values() if guard._is_idle and guard is not None][
+            -1:
+        ]
+        before = len(guard.get_buffer(-1))
+        await raw.say(head("PUT", client.block_path(CHAIN), Content_Length=BLOCK_BYTES))
+        await until(lambda: store.counters.requests["put_block"] == 1)
+        within = len(guard.get_buffer(-1))
+        await raw.say(payload(CHAIN.keys[0]))
+        await raw.hear_answer()
+        after = len(guard.get_buffer(-1))
+        await raw.say(head("PUT", client.block_path(CHAIN), Transfer_Encoding="chunked"))
+        await until(lambda: store.counters.requests["put_block"] == 2)
+        assert len(guard.get_buffer(-1)) == before == after < within

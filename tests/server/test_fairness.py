@@ -1,16 +1,22 @@
 """What one client does keeps no other out: silent greetings, idle connections, floods of requests."""
 
 import asyncio
+import errno
 import socket
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvstore import AsyncKVStore
+from kvstore import accepting as accepting_module
 from kvstore import server as server_module
+from kvstore import serving as serving_module
+from kvstore.accepting import Accepting
 from kvstore.errors import ServerUnavailable
-from kvstore.messages import ChainRef, Done, Match, Ping, encode_message
+from kvstore.messages import ChainRef, Check, Done, Match, Ping, Request, Stats, encode_message
 from kvstore.running import serving
 from kvstore.server_socket import BACKLOG
 from tests.server.test_server import NAMESPACE, PATIENT, RawClient, _config, _until
@@ -108,6 +114,87 @@ async def test_a_flood_of_small_requests_lets_others_have_their_turn(tmp_path: P
         assert server.counters.requests["ping"] < flood / 2
         for at in range(flood):
             assert await flooding.answer() == (at, Done())
+
+
+async def _answered_until_another_is(
+    path: Path, counted: Counter[str], kind: str, flood: Sequence[Request]
+) -> int:
+    """How many requests of a client that sends many at once are taken before another's first is answered."""
+    async with RawClient(path) as flooding, RawClient(path) as other:
+        await flooding.greet()
+        await other.greet()
+        sending = asyncio.create_task(
+            flooding.send(b"".join(encode_message(request, at) for at, request in enumerate(flood)))
+        )
+        await other.send(encode_message(Ping(), 7))
+        assert await other.answer() == (7, Done())
+        taken = counted[kind]
+        for _ in flood:
+            assert await flooding.answer() is not None
+        await sending
+    return taken
+
+
+async def test_a_turn_is_over_after_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_module, "_TURN_S", 0.0)
+    path = tmp_path / "kv.sock"
+    async with serving(_config(), socket_path=path) as server:
+        flood = [Stats()] * 400
+        assert await _answered_until_another_is(path, server.counters.requests, "stats", flood) < 40
+
+
+async def test_a_turn_is_over_after_some_requests_that_have_to_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving_module, "_TURN_S", 3600.0)
+    path = tmp_path / "kv.sock"
+    async with serving(_config(), socket_path=path) as server:
+        flood = [Check(0, 1_000_000)] * 200
+        assert await _answered_until_another_is(path, server.counters.requests, "check", flood) < 60
+
+
+async def test_a_crowd_that_connects_is_let_in_one_by_one() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        listener.setblocking(False)
+        crowd = [socket.create_connection(listener.getsockname()) for _ in range(30)]
+        let_in: list[socket.socket] = []
+        accepting = Accepting(listener, let_in.append, "test")
+        turns = 0
+        while len(let_in) < 30:
+            await asyncio.sleep(0)
+            turns += 1
+            assert len(let_in) <= turns
+        accepting.stop()
+        for sock in [*crowd, *let_in]:
+            sock.close()
+
+
+async def test_what_cannot_be_accepted_waits_and_is_let_in_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(accepting_module, "_PAUSE_S", 0.01)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()),
+    ):
+        listener.setblocking(False)
+        failures: list[BaseException] = [MemoryError(), OSError(errno.EMFILE, "Too many open files")]
+        let_in: list[socket.socket] = []
+
+        class Failing:
+            def fileno(self) -> int:
+                return listener.fileno()
+
+            def accept(self) -> tuple[socket.socket, object]:
+                if failures:
+                    raise failures.pop()
+                return listener.accept()
+
+        accepting = Accepting(Failing(), let_in.append, "test")  # type: ignore[arg-type]  # a socket's part
+        await _until(lambda: bool(let_in))
+        accepting.stop()
+        let_in[0].close()
+    assert "Too many open files" in caplog.text
 
 
 async def test_many_large_requests_of_one_client_let_others_have_their_turn(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ class FaceServer:
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         guard = self._listener.guard_of(request.protocol)
-        guard.begin_request()
+        guard.begin_request(request.content_length)
         try:
             return await handler(request)
         except ClientGone as error:
