@@ -299,9 +299,9 @@ async def test_only_of_a_body_of_known_length_large_pieces_are_read(store, clien
     async with RawClient.connected(store.face) as raw:
         await raw.say(head("GET", "/healthz"))
         await raw.hear_answer()
-        (guard,) = [guard for guard in store.face._listener._guards.values() if guard._is_idle and guard is not None][
-            -1:
-        ]
+        (guard,) = [
+            guard for guard in store.face._listener._guards.values() if guard._is_idle and guard is not None
+        ][-1:]
         before = len(guard.get_buffer(-1))
         await raw.say(head("PUT", client.block_path(CHAIN), Content_Length=BLOCK_BYTES))
         await until(lambda: store.counters.requests["put_block"] == 1)
