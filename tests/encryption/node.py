@@ -153,9 +153,11 @@ async def node(
     store = assemble(Config.from_dict(tree(folder, redis=redis, master=master, ssd=ssd)))
     await store.manager.open()
     try:
+        await store.records.open()
         yield Node(store.manager, store.dram)
         assert await store.manager.check() == []
     finally:
+        await store.records.close()
         await store.manager.close()
 
 

@@ -91,7 +91,7 @@ async def test_an_erasure_takes_no_block_that_another_tenant_named_by_the_same_k
         report = await one.manager.erase(tenant(ANN))
         await other.vault.poll()
 
-        assert (report.keys, dict(report.blocks)) == (1, {"dram": 8, "ssd": 8})
+        assert (report.keys, dict(report.blocks)) == (1, {"dram": 8, "ssd": 8, "remote": 8})
         assert await one.fetch(ANN, ann) == ([], MissReason.ERASED)
         assert await one.fetch(BOB, bob) == (["dram"] * 8, None)
         assert await other.fetch(BOB, bob) == (["remote"] * 8, None)
