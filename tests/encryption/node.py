@@ -155,7 +155,8 @@ async def node(
     try:
         await store.records.open()
         yield Node(store.manager, store.dram)
-        assert await store.manager.check() == []
+        problems = await store.manager.check()
+        assert problems == []
     finally:
         await store.records.close()
         await store.manager.close()

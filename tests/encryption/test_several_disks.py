@@ -34,9 +34,11 @@ async def two_disks(folder: Path) -> AsyncIterator[Node]:
     sealed.inner._retry_interval_s = 0.05
     await store.manager.open()
     try:
+        await store.records.open()
         yield Node(store.manager, store.dram)
         assert await store.manager.check() == []
     finally:
+        await store.records.close()
         await store.manager.close()
 
 
