@@ -24,10 +24,10 @@ def clock():
 
 @pytest.fixture
 def limited(caplog, clock):
-    limit = LimitedTracebacks(clock)
-    caplog.handler.addFilter(limit)
+    # Commands that ran in this process have given the handler limits of their own.
+    others, caplog.handler.filters = caplog.handler.filters, [LimitedTracebacks(clock)]
     yield caplog
-    caplog.handler.removeFilter(limit)
+    caplog.handler.filters = others
 
 
 def log_failures(count, place=fail, kind=MemoryError):
