@@ -3,11 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _INTERVAL_S = 10.0
 _MAX_PLACES = 64
+_ADMITTED = "kvstore_admitted"
 
 
 class LimitedWarning:
@@ -72,17 +74,28 @@ class LimitedTracebacks(logging.Filter):
         """Whether a record is logged; one that is says how many like it were not."""
         if not record.exc_info or record.exc_info[1] is None:
             return True
-        num_kept_back = self._repeats.admit((record.name, *_place(record.exc_info[1])))
-        if num_kept_back:
-            record.msg, record.args = f"{record.getMessage()} ({num_kept_back} more were not logged)", ()
-        return num_kept_back is not None
+        # Every handler asks of the same record, and all of them get the same answer.
+        admitted: bool | None = getattr(record, _ADMITTED, None)
+        if admitted is None:
+            num_kept_back = self._repeats.admit((record.name, *_place(record.exc_info[1])))
+            if num_kept_back:
+                record.msg, record.args = f"{record.getMessage()} ({num_kept_back} more were not logged)", ()
+            admitted = num_kept_back is not None
+            setattr(record, _ADMITTED, admitted)
+        return admitted
 
     @classmethod
-    def install(cls) -> None:
-        """Put one before every handler of the root logger."""
-        limit = cls()
-        for handler in logging.getLogger().handlers:
+    @contextmanager
+    def installed(cls) -> Iterator[None]:
+        """Put one before every handler of the root logger, as long as the context lasts."""
+        limit, handlers = cls(), list(logging.getLogger().handlers)
+        for handler in handlers:
             handler.addFilter(limit)
+        try:
+            yield
+        finally:
+            for handler in handlers:
+                handler.removeFilter(limit)
 
 
 def limit_loop_errors(loop: asyncio.AbstractEventLoop, clock: Callable[[], float] = time.monotonic) -> None:

@@ -140,13 +140,13 @@ def run(args: argparse.Namespace) -> int:
     if args.store is not None and args.no_reuse:
         return _complain("engine: --store and --no-reuse exclude each other: leave one out", 2)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    LimitedTracebacks.install()
     # A store that is back is as much news as one that is away; the rest of the engine's information is not.
     logging.getLogger("kvstore_engine_adapter.store_watch").setLevel(logging.INFO)
     # A large model's first start takes minutes here: its progress is worth a line.
     logging.getLogger("kvstore_engine_adapter.model_digest").setLevel(logging.INFO)
     try:
-        asyncio.run(serve_engine(_options(args), _announce))
+        with LimitedTracebacks.installed():
+            asyncio.run(serve_engine(_options(args), _announce))
     except KVStoreError as error:
         return _complain(str(error), 2)
     return 0

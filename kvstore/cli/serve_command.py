@@ -44,8 +44,10 @@ def run(args: argparse.Namespace) -> int:
         level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     selector = AwakeSelector()
-    LimitedTracebacks.install()
-    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+    with (
+        LimitedTracebacks.installed(),
+        asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner,
+    ):
         runner.run(_serve(config, stay_awake=selector.stay_awake, as_json=args.json))
     return 0
 

@@ -1,6 +1,7 @@
 """What repeats in the log: once per interval, with the number of those that were kept back."""
 
 import asyncio
+import io
 import logging
 
 import pytest
@@ -24,10 +25,10 @@ def clock():
 
 @pytest.fixture
 def limited(caplog, clock):
-    # Commands that ran in this process have given the handler limits of their own.
-    others, caplog.handler.filters = caplog.handler.filters, [LimitedTracebacks(clock)]
+    limit = LimitedTracebacks(clock)
+    caplog.handler.addFilter(limit)
     yield caplog
-    caplog.handler.filters = others
+    caplog.handler.removeFilter(limit)
 
 
 def log_failures(count, place=fail, kind=MemoryError):
@@ -45,6 +46,22 @@ def test_a_traceback_is_logged_once_per_interval(limited, clock):
     clock.advance(10)
     log_failures(2)
     assert limited.messages == ["request 0 failed", "request 0 failed (99 more were not logged)"]
+
+
+def test_every_handler_logs_what_one_of_them_logs(clock):
+    logger = logging.getLogger()
+    streams = [io.StringIO(), io.StringIO()]
+    handlers = [logging.StreamHandler(stream) for stream in streams]
+    others, logger.handlers = logger.handlers, handlers
+    try:
+        with LimitedTracebacks.installed():
+            log_failures(3)
+        assert [handler.filters for handler in handlers] == [[], []]
+    finally:
+        logger.handlers = others
+    for stream in streams:
+        assert stream.getvalue().count("request 0 failed") == 1
+        assert "request 1 failed" not in stream.getvalue()
 
 
 def test_another_fault_is_not_kept_back_by_the_first(limited):
