@@ -222,3 +222,8 @@ PAGES = {
 if __name__ == "__main__":
     for name, page in PAGES.items():
         (DOCS / name).write_text(page(), encoding="utf-8")
+    # The chart follows from the same configuration. Here the folder of this script is on the path.
+    import chart_reference
+
+    for name, page in chart_reference.PAGES.items():
+        (chart_reference.CHART / name).write_text(page(), encoding="utf-8")

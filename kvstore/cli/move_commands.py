@@ -1,4 +1,4 @@
-"""``kvstore drop``, ``demote`` and ``epoch``: take blocks out of memory, out of the store, or out of date."""
+"""``kvstore drop``, ``demote``, ``flush`` and ``epoch``: move blocks, forget them, end their epoch."""
 
 import argparse
 import json
@@ -27,6 +27,15 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         add_naming_arguments(parser)
         add_store_arguments(parser)
         parser.set_defaults(run=run)
+
+    flush = subparsers.add_parser(
+        "flush",
+        help="wait until what was put is written to the tiers below",
+        description="Wait until the blocks put so far are written to the tiers below memory, as before a"
+        " restart; the store goes on serving. Exit status: 0 written, 1 not in time, 2 usage, 3 no server.",
+    )
+    add_store_arguments(flush)
+    flush.set_defaults(run=run_flush)
 
     epoch = subparsers.add_parser(
         "epoch",
@@ -59,6 +68,14 @@ def run_demote(args: argparse.Namespace) -> int:
         num_demoted = client.demote(chain)
     print(json.dumps({"demoted": num_demoted}) if args.json else f"{num_demoted} demoted")
     return 0 if num_demoted else 1
+
+
+def run_flush(args: argparse.Namespace) -> int:
+    """Wait for the writes; 0 if all were done in the command's time."""
+    with connected(args) as client:
+        is_flushed = client.flush(args.timeout)
+    print(json.dumps({"flushed": is_flushed}) if args.json else "written" if is_flushed else "not in time")
+    return 0 if is_flushed else 1
 
 
 def run_epoch(args: argparse.Namespace) -> int:

@@ -202,7 +202,12 @@ def test_stats_and_check_speak_to_people_and_programs(run: Run) -> None:
     assert json.loads(run("check", "--json")[1]) == {"ok": True, "violations": []}
 
 
-@pytest.mark.parametrize("command", [["stats"], ["check"], ["match", *NAMES, *TOKENS]])
+def test_a_flush_says_whether_all_is_written(run: Run) -> None:
+    assert run("flush") == (0, "written\n", "")
+    assert json.loads(run("flush", "--json")[1]) == {"flushed": True}
+
+
+@pytest.mark.parametrize("command", [["stats"], ["check"], ["flush"], ["match", *NAMES, *TOKENS]])
 def test_without_a_server_the_status_is_three(run: Run, tmp_path: Path, command: list[str]) -> None:
     status, printed, complaint = run(*command, "--store", str(tmp_path / "none.sock"))
 
