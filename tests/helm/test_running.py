@@ -1,0 +1,102 @@
+"""The rendered commands and files with the real programs: the store, its probes, its end, and Redis."""
+
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.drill.redis_server import redis_obstacle
+from tests.helm.chart import store_container
+from tests.helm.installed import PASSWORD, Installed
+
+MIB = 1 << 20
+NAMES = ["--model", "m", "--block-tokens", "4", "--block-bytes", "4096", "--tokens", "1,2,3,4,5,6,7,8"]
+
+pytestmark = pytest.mark.skipif(bool(redis_obstacle()), reason=redis_obstacle())
+
+VALUES = {
+    "config": {"tiers": {"dram": {"capacity_bytes": "16MiB", "staging_bytes": "1MiB"}}},
+    "ssd": {"enabled": True, "capacityBytes": "8MiB"},
+    "redis": {"bundled": {"maxmemoryBytes": "64MiB"}},
+}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    # The socket's path may be 107 bytes long.
+    release = Installed(tmp_path_factory.mktemp("k"), VALUES)
+    with release.redis():
+        yield release
+
+
+def exec_command(installed, probe):
+    return store_container(installed.pod)[probe]["exec"]["command"]
+
+
+def test_the_release_passes_its_own_test(installed):
+    with installed.store():
+        (container,) = installed.pod["containers"]
+        done = installed.run(container["command"])
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("sound\n")
+
+
+def test_the_liveness_command_fails_without_a_store(installed):
+    with installed.store():
+        alive = installed.run(exec_command(installed, "livenessProbe"))
+    dead = installed.run(exec_command(installed, "livenessProbe"))
+
+    assert (alive.returncode, dead.returncode) == (0, 3)
+
+
+def test_nothing_that_was_put_is_lost_by_a_restart(installed):
+    payload, copy = (installed.folder / "tmp" / name for name in ("payload", "copy"))
+    payload.write_bytes(np.random.default_rng(5).bytes(2 * 4096))
+    with installed.store() as process:
+        put = installed.run(["kvstore", "put", *NAMES, "--in", "/tmp/payload"])
+        hook = installed.run(store_container(installed.pod)["lifecycle"]["preStop"]["exec"]["command"])
+    with installed.store():
+        get = installed.run(["kvstore", "get", *NAMES, "--out", "/tmp/copy"])
+
+    assert [at.returncode for at in (put, hook, get)] == [0, 0, 0], (put, hook, get)
+    assert process.returncode == 0
+    assert copy.read_bytes() == payload.read_bytes()
+
+
+def test_the_process_stays_within_what_its_limit_leaves_it(installed):
+    with installed.store() as process:
+        installed.run(["kvstore", "check"])
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        peak_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+        limit = int(store_container(installed.pod)["resources"]["limits"]["memory"])
+
+    assert peak_kib * 1024 < limit
+
+
+def ask(port, *lines):
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as stream:
+        replies = stream.makefile("rb")
+        for line in lines:
+            stream.sendall(line + b"\r\n")
+            last = replies.readline()
+        return last
+
+
+@pytest.mark.parametrize(
+    "command",
+    [b'EVAL "return 1" 0', b"CONFIG GET *", b"KEYS *", b"FLUSHALL", b"GET other:1", b"ACL LIST"],
+)
+def test_the_stores_user_may_do_nothing_but_keep_blocks(installed, command):
+    login = b'AUTH kvstore "' + PASSWORD.encode() + b'"'
+
+    assert ask(installed.redis_port, login, b"SET kvstore:x 1") == b"+OK\r\n"
+    assert ask(installed.redis_port, login, command).startswith(b"-NOPERM")
+
+
+def test_nobody_gets_into_redis_without_a_password(installed):
+    assert ask(installed.redis_port, b"GET kvstore:x").startswith(b"-NOAUTH")
+    assert ask(installed.redis_port, b"AUTH kvstore wrong").startswith(b"-WRONGPASS")
+    assert ask(installed.redis_port, b"AUTH probe x", b"GET kvstore:x").startswith(b"-NOPERM")
+    assert ask(installed.redis_port, b"AUTH probe x", b"PING") == b"+PONG\r\n"
