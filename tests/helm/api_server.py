@@ -210,6 +210,7 @@ class ApiServer(AbstractContextManager["ApiServer"]):
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # head and body are two writes: 40 ms otherwise
 
             def _reply(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))

@@ -23,11 +23,11 @@ PASSWORD = "a password's first line"
 class Installed:
     """One release's store and bundled Redis, as processes. ``folder`` stands for every container's root."""
 
-    def __init__(self, folder: Path, values: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, values: dict[str, Any], *, redis_port: int = 0) -> None:
         self.folder = folder
         self.found = render(values)
         self.pod = pod_specs(self.found)["Pod/demo-kvstore-test"]
-        self.redis_port = free_port()
+        self.redis_port = redis_port or free_port()
         self._put("etc/kvstore/config/config.toml", toml_text(self.found))
         self._put("etc/kvstore/redis/password", f"{PASSWORD}\n")
         self._put("etc/redis-auth/password", f"{PASSWORD}\n")
@@ -48,6 +48,11 @@ class Installed:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(self.here(text))
+
+    @property
+    def socket_path(self) -> str:
+        """The store's socket."""
+        return f"{self.folder}/run/kvstore/kvstore.sock"
 
     @property
     def environment(self) -> dict[str, str]:

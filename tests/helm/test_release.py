@@ -15,10 +15,8 @@ def cluster():
 
 @pytest.fixture
 def releases(cluster):
-    # Without limits of its own Helm waits seconds between its requests.
-    limits = {"qps": 1000, "burst_limit": 1000}
     with helm.Config(
-        kubeconfig_content=cluster.kubeconfig, namespace="prod", storage_driver="memory", **limits
+        kubeconfig_content=cluster.kubeconfig, namespace="prod", storage_driver="memory"
     ) as config:
         yield config
 

@@ -1,11 +1,15 @@
 """The rendered commands and files with the real programs: the store, its probes, its end, and Redis."""
 
+import itertools
 import socket
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvstore import KVLayout, KVStore, Namespace
+from kvstore.client_state import Timeouts
 from kvstore.drill.redis_server import redis_obstacle
 from tests.helm.chart import store_container
 from tests.helm.installed import PASSWORD, Installed
@@ -13,10 +17,18 @@ from tests.helm.installed import PASSWORD, Installed
 MIB = 1 << 20
 NAMES = ["--model", "m", "--block-tokens", "4", "--block-bytes", "4096", "--tokens", "1,2,3,4,5,6,7,8"]
 
+NAMESPACE = Namespace(model="load", layout=KVLayout.opaque(block_bytes=4096, block_tokens=4))
+
 pytestmark = pytest.mark.skipif(bool(redis_obstacle()), reason=redis_obstacle())
 
 VALUES = {
-    "config": {"tiers": {"dram": {"capacity_bytes": "16MiB", "staging_bytes": "1MiB"}}},
+    # A busy machine may be slow: no write is given up for it.
+    "config": {
+        "tiers": {
+            "dram": {"capacity_bytes": "16MiB", "staging_bytes": "1MiB"},
+            "remote": {"timeout_s": 30},
+        },
+    },
     "ssd": {"enabled": True, "capacityBytes": "8MiB"},
     "redis": {"bundled": {"maxmemoryBytes": "64MiB"}},
 }
@@ -63,6 +75,63 @@ def test_nothing_that_was_put_is_lost_by_a_restart(installed):
     assert [at.returncode for at in (put, hook, get)] == [0, 0, 0], (put, hook, get)
     assert process.returncode == 0
     assert copy.read_bytes() == payload.read_bytes()
+
+
+class Load(threading.Thread):
+    """Puts chains of four blocks until it is told to stop; ``stored`` are those that the store took whole."""
+
+    def __init__(self, socket_path):
+        super().__init__()
+        self.socket_path = socket_path
+        self.is_told_to_stop = threading.Event()
+        self.has_begun = threading.Event()
+        self.stored = []
+
+    def run(self):
+        with connected(self.socket_path) as client:
+            namespace = client.open_namespace(NAMESPACE)
+            for number in itertools.count():
+                chain = namespace.chain(range(number, number + 16))
+                if client.put(chain, payloads(number)).stored == 4:
+                    self.stored.append(number)
+                if number % 20 == 19:  # a queue that overflows drops writes, which is no loss by the update
+                    client.flush()
+                    self.has_begun.set()
+                if self.is_told_to_stop.is_set():
+                    return
+
+
+def connected(socket_path):
+    patient = Timeouts(match_s=60, fetch_s=60, put_s=60, control_s=60)
+    return KVStore.connect(socket_path, timeouts=patient)
+
+
+def payloads(number):
+    return [np.random.default_rng([number, position]).bytes(4096) for position in range(4)]
+
+
+def test_a_rolling_update_under_load_loses_nothing(installed, tmp_path_factory):
+    values = VALUES | {"ssd": {"enabled": False}}
+    old, new = (
+        Installed(tmp_path_factory.mktemp("k"), values, redis_port=installed.redis_port) for _ in range(2)
+    )
+    hook = store_container(old.pod)["lifecycle"]["preStop"]["exec"]["command"]
+    with new.store():
+        with old.store():
+            load = Load(old.socket_path)
+            load.start()
+            load.has_begun.wait(60)
+            hooked = old.run(hook)  # as the pod's end begins, while its replica still works
+            load.is_told_to_stop.set()
+            load.join()  # then the replica ends, and after it the sidecar
+        with connected(new.socket_path) as client:
+            namespace = client.open_namespace(NAMESPACE)
+            chains = {number: namespace.chain(range(number, number + 16)) for number in load.stored}
+            found = {number: [bytes(at) for at in client.get(chain)] for number, chain in chains.items()}
+
+    assert hooked.returncode == 0
+    assert len(load.stored) > 20
+    assert found == {number: payloads(number) for number in load.stored}
 
 
 def test_the_process_stays_within_what_its_limit_leaves_it(installed):
