@@ -218,6 +218,8 @@ def test_prometheus_scrapes_with_a_key_and_checks_the_certificate():
 
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    sidecar = store_container(pod_specs(render(VALUE_SETS["replicas"]))["Deployment/demo-kvstore-replica"])
+    assert endpoint["port"] in {at["name"] for at in sidecar["ports"]}
     assert endpoint["authorization"] == {"credentials": {"name": "kv-admin", "key": "key"}}
     assert endpoint["tlsConfig"]["ca"] == {"secret": {"name": "demo-kvstore-http-tls", "key": "ca.crt"}}
     certificate = named(render(VALUE_SETS["replicas"]), "Certificate", "demo-kvstore-http-tls")
@@ -228,6 +230,7 @@ def test_a_nodes_service_leads_to_the_store_of_the_clients_node():
     service = named(render(VALUE_SETS["daemonset"]), "Service", "demo-kvstore")
 
     assert service["spec"]["internalTrafficPolicy"] == "Local"
+    assert service["spec"]["selector"]["app.kubernetes.io/component"] == "node"
 
 
 def with_files(tmp_path: Path, **files: str):
@@ -285,7 +288,8 @@ def test_another_chart_includes_the_sidecar(tmp_path, validate):
     shutil.copytree(CHART, parent / "charts" / "kvstore")
 
     with helm.Chart.load(parent) as loaded:
-        found = objects(loaded.render({"kvstore": {"runAsUser": 4242}}, name="demo", namespace="prod"))
+        values = {"kvstore": {"enabled": True, "runAsUser": 4242}, "global": {"region": "x"}}
+        found = objects(loaded.render(values, name="demo", namespace="prod"))
 
     pod = named(found, "Pod", "own")
     validate(pod, "1.33", strict=True)
