@@ -70,11 +70,11 @@ class Installed:
 
     @contextmanager
     def redis(self):
-        """Run the bundled server as its container would."""
+        """Run the bundled server as its container would; yields its process."""
         pod = pod_specs(self.found)["StatefulSet/demo-kvstore-redis"]
         with self._process(pod["containers"][0]["command"], "redis.log") as process:
             self._until(self._answers, process, "redis.log")
-            yield
+            yield process
 
     def _answers(self) -> bool:
         try:

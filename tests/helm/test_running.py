@@ -1,6 +1,7 @@
 """The rendered commands and files with the real programs: the store, its probes, its end, and Redis."""
 
 import itertools
+import signal
 import socket
 import threading
 from pathlib import Path
@@ -38,7 +39,8 @@ VALUES = {
 def installed(tmp_path_factory):
     # The socket's path may be 107 bytes long.
     release = Installed(tmp_path_factory.mktemp("k"), VALUES)
-    with release.redis():
+    with release.redis() as process:
+        release.redis_process = process
         yield release
 
 
@@ -75,6 +77,23 @@ def test_nothing_that_was_put_is_lost_by_a_restart(installed):
     assert [at.returncode for at in (put, hook, get)] == [0, 0, 0], (put, hook, get)
     assert process.returncode == 0
     assert copy.read_bytes() == payload.read_bytes()
+
+
+def test_the_hook_ends_in_time_while_redis_hangs_and_says_so(installed):
+    (installed.folder / "tmp" / "block").write_bytes(bytes(8192))
+    put = ["kvstore", "put", *NAMES, "--in", "/tmp/block"]
+    with installed.store():
+        # The namespace is open by this, so that the next put asks Redis for nothing.
+        first = installed.run([*put, "--weights", "w"])
+        installed.redis_process.send_signal(signal.SIGSTOP)
+        try:
+            second = installed.run([*put, "--weights", "w", "--tokens", "9,9,9,9,8,8,8,8"])
+            hook = installed.run(["kvstore", "flush", "--timeout", "1"])
+        finally:
+            installed.redis_process.send_signal(signal.SIGCONT)
+
+    assert (first.returncode, second.returncode) == (0, 0), second
+    assert (hook.returncode, hook.stdout) == (1, "not in time\n")
 
 
 class Load(threading.Thread):
