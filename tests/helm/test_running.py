@@ -20,7 +20,11 @@ NAMES = ["--model", "m", "--block-tokens", "4", "--block-bytes", "4096", "--toke
 
 NAMESPACE = Namespace(model="load", layout=KVLayout.opaque(block_bytes=4096, block_tokens=4))
 
-pytestmark = pytest.mark.skipif(bool(redis_obstacle()), reason=redis_obstacle())
+pytestmark = [
+    pytest.mark.skipif(bool(redis_obstacle()), reason=redis_obstacle()),
+    # A dozen commands in a row, each an interpreter's start, on a machine that may be busy.
+    pytest.mark.timeout(300),
+]
 
 VALUES = {
     # A busy machine may be slow: no write is given up for it.
