@@ -203,7 +203,7 @@ def test_stats_and_check_speak_to_people_and_programs(run: Run) -> None:
 
 
 def test_a_flush_says_whether_all_is_written(run: Run) -> None:
-    assert run("flush") == (0, "written\n", "")
+    assert run("flush") == (0, "flushed\n", "")
     assert json.loads(run("flush", "--json")[1]) == {"flushed": True}
 
 
