@@ -35,6 +35,7 @@ from kvstore.errors import (
     TimedOut,
 )
 from kvstore.late_work import LateWork
+from kvstore.lingering import Lingering
 from kvstore.log_limit import LimitedWarning
 from kvstore.manager import BlockManager
 from kvstore.messages import (
@@ -126,6 +127,7 @@ class ServerCounters:
     silent_greetings: int = 0
     idle_ended: int = 0
     slow_readers: int = 0
+    lingering: int = 0
     failed_requests: int = 0
     corrupt_reports: int = 0
     requests: Counter[str] = field(default_factory=Counter)
@@ -139,6 +141,7 @@ class ServerCounters:
             "silent_greetings": self.silent_greetings,
             "idle_ended": self.idle_ended,
             "slow_readers": self.slow_readers,
+            "lingering": self.lingering,
             "failed_requests": self.failed_requests,
             "corrupt_reports": self.corrupt_reports,
             "requests": dict(self.requests),
@@ -190,12 +193,13 @@ class Connection(asyncio.BufferedProtocol):
         self._heard_s = time.monotonic()
         self._is_turn_over = False
         self._is_reading = True
+        self._lingering: Lingering | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to serve."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._owner = self._manager.new_owner()
+        self._owner = self._manager.new_owner(may_freeze=True)
         transport.set_write_buffer_limits(high=_WRITE_HIGH_BYTES)
         self._pump()
 
@@ -213,12 +217,17 @@ class Connection(asyncio.BufferedProtocol):
         self._pump()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Give back everything the client held."""
+        """Give back everything the client held, once it cannot write into slots any more."""
         self._transport = None
         if self._slow_timer is not None:
             self._slow_timer.cancel()
         for task in self._in_flight.values():
             task.cancel()
+        if self._lingering is None:
+            self._end()
+
+    def _end(self) -> None:
+        self._lingering = None
         self._manager.release_owner(self._owner)
         self._on_end(self)
 
@@ -255,8 +264,23 @@ class Connection(asyncio.BufferedProtocol):
 
     def abort(self) -> None:
         """End the connection now."""
-        if self._transport is not None:
+        if self._lingering is not None:
+            self._lingering.end()
+        elif self._transport is not None:
             self._transport.abort()
+
+    def _cut(self) -> None:
+        """End the connection now, but keep what the client may be writing into until it is gone."""
+        if self._transport is None or self._lingering is not None:
+            return
+        try:
+            if self._manager.has_anything(self._owner):
+                self._counters.lingering += 1
+                self._lingering = Lingering.begin(self._transport, self._end)
+                return
+        except OSError as error:
+            logger.warning("server: a client that was disconnected cannot be watched: %s", error)
+        self._transport.abort()
 
     def _pump(self) -> None:
         """Accept whole frames while there is room for their requests, and read on only if there is.
@@ -279,7 +303,7 @@ class Connection(asyncio.BufferedProtocol):
         except ProtocolMismatch as error:
             self._counters.protocol_errors += 1
             self._malformed.warn("server: closed a connection: %s", error)
-            self.abort()
+            self._cut()
             return
         if is_over and decoder.pending_bytes:
             self._is_turn_over = True
@@ -376,7 +400,7 @@ class Connection(asyncio.BufferedProtocol):
             answer = await self._answer(request)
         except ProtocolMismatch:
             self._counters.protocol_errors += 1
-            self.abort()
+            self._cut()
         except KVStoreError as error:
             self._refuse(error, request_id)
         except Exception:
@@ -585,7 +609,7 @@ class Connection(asyncio.BufferedProtocol):
         self._malformed.warn(
             "server: closed a connection: it did not read its answers for %g s", _SLOW_READER_S
         )
-        self.abort()
+        self._cut()
 
 
 def _limit_s(request: Request) -> float:
