@@ -26,8 +26,8 @@ class Departure:
         """Forget every copy of these blocks that is not leased; returns how many blocks lost one.
 
         Also of blocks that only a shared tier has, and of which nothing is known here. A shared tier that
-        does not answer keeps its copies. A block on its way between tiers is waited for, up to a second, and stays
-        if that is not enough.
+        does not answer keeps its copies. A block on its way between tiers is waited for, up to a second, and
+        stays if that is not enough.
 
         Raises:
             InvalidRequest: the namespace is not open.
