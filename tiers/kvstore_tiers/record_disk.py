@@ -19,7 +19,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from pathlib import Path
 import lmdb
 
 from kvstore.errors import CorruptBlock, TierUnavailable
+from kvstore_tiers.child_check import run_check
 from kvstore_tiers.record_anew import old_of, overwrite, take_place, write_anew
 from kvstore_tiers.record_change import Change, DiskFault, DiskFull, Found
 from kvstore_tiers.record_format import ID_BYTES, TENANT_BYTES, RecordHead, unpack_entry
@@ -337,11 +337,9 @@ def _preflight(folder: SsdFolder, capacity_bytes: int, timeout_s: float) -> None
     """After an unclean end, let a child process be the first to read the environment."""
     if not folder.is_dirty() or not os.path.lexists(folder.index_path):
         return
-    command = [sys.executable, "-P", "-m", "kvstore_tiers.record_check", str(folder.index_path)]
+    words = [str(folder.index_path), str(capacity_bytes)]
     try:
-        child = subprocess.run(
-            [*command, str(capacity_bytes)], capture_output=True, timeout=timeout_s, check=False
-        )
+        child = run_check("kvstore_tiers.record_check", words, timeout_s=timeout_s)
     except subprocess.TimeoutExpired as error:
         raise TierUnavailable(
             f"records: folder {folder.path}: reading them took longer than {timeout_s:.0f} s: check the disk"
