@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvstore.config import Config, RemoteConfig, SsdConfig
+from kvstore.config import Config
+from kvstore.config_sections import RemoteConfig, SsdConfig
 from kvstore.epoch_file import EpochFile
 from kvstore.erasing import Encryption
 from kvstore.errors import InvalidConfig
