@@ -26,8 +26,9 @@ from kvstore.messages import (
 )
 from kvstore.record_store import RecordStore
 from kvstore.server_address import parse_address
+from kvstore.server_counters import ServerCounters
 from kvstore.server_socket import BACKLOG, listening_socket
-from kvstore.serving import MAX_IN_FLIGHT, Connection, ServerCounters
+from kvstore.serving import MAX_IN_FLIGHT, Connection
 from kvstore.wire import FrameDecoder, encode_frame
 
 logger = logging.getLogger(__name__)
