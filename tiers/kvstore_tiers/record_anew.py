@@ -9,6 +9,7 @@ import os
 import shutil
 import stat
 from pathlib import Path
+from typing import Any
 
 import lmdb
 
@@ -44,7 +45,12 @@ def _names(reading: "lmdb.Transaction", env: "lmdb.Environment") -> list[bytes]:
         return [bytes(name) for name in cursor.iternext(values=False)]
 
 
-def _copy(reading: "lmdb.Transaction", source: object, copy: "lmdb.Environment", name: bytes) -> None:
+def _copy(
+    reading: "lmdb.Transaction",
+    source: Any,  # Any: lmdb names no type for it
+    copy: "lmdb.Environment",
+    name: bytes,
+) -> None:
     target = copy.open_db(name)
     with reading.cursor(db=source) as cursor:
         is_left = cursor.first()
