@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvstore.config import Config, RemoteConfig, SsdConfig
+from kvstore.config import Config
+from kvstore.config_sections import RemoteConfig, SsdConfig
 from kvstore.epoch_file import EpochFile
 from kvstore.erasing import Encryption
 from kvstore.errors import InvalidConfig
@@ -105,13 +106,16 @@ def _warn_of_exposed_secrets(config: Config) -> None:
 def _records(config: Config, encryption: Encryption | None, clock: Callable[[], float]) -> RecordStore:
     capacity_bytes = config.store.records_bytes
     if not capacity_bytes:
+        folder = None if config.ssd is None else config.ssd.path[0] / "records" / "index"
+        if folder is not None and folder.exists():
+            logger.warning("records: %s is left alone: records_bytes of [store] is 0, none is served", folder)
         return RecordStore(None, clock=clock)
     codec: RecordCodec = PlainCodec()
     if encryption is not None:
         # Only a store with encryption needs its package, which is here by now.
         from kvstore_tiers.record_sealing import SealedCodec
 
-        codec = SealedCodec(encryption.vault)
+        codec = SealedCodec(encryption.vault, reads_clear=config.remote is None)
     local = _local_records(config, codec, clock)
     quota_bytes = int(capacity_bytes * config.store.namespace_quota_ratio)
     truth: RecordTruth

@@ -3,15 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvstore.config import (
-    CONFIG_VARIABLE,
-    SECTIONS,
-    SOCKET_VARIABLE,
-    Config,
-    ConfigKey,
-    EffectiveValue,
-    config_keys,
-)
+from kvstore.config import CONFIG_VARIABLE, SOCKET_VARIABLE, Config, ConfigKey, EffectiveValue, config_keys
+from kvstore.config_sections import SECTIONS
 from kvstore.config_values import Kind, size_text
 from kvstore.secret_source import SecretSource
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from kvstore.directory import BlockEntry
-from kvstore.keys import PrefixChain
+from kvstore.keys import BlockKey, PrefixChain
 from kvstore.layout import Part
 from kvstore.miss import MissReason
 from kvstore.mover import Mover
@@ -25,7 +25,9 @@ class Departure:
     async def drop(self, chain: PrefixChain, *, part: Part | None = None) -> int:
         """Forget every copy of these blocks that is not leased; returns how many blocks lost one.
 
-        A block on its way between tiers is waited for, up to a second, and stays if that is not enough.
+        Also of blocks that only a shared tier has, and of which nothing is known here. A shared tier that
+        does not answer keeps its copies. A block on its way between tiers is waited for, up to a second, and
+        stays if that is not enough.
 
         Raises:
             InvalidRequest: the namespace is not open.
@@ -33,23 +35,26 @@ class Departure:
         state = self._state
         shelf = state.directory.shelf(chain.namespace, part)
         entries = [shelf.entries[key] for key in reversed(chain.keys) if key in shelf.entries]
-        dropped: set[BlockEntry] = set()
+        dropped: set[BlockKey] = set()
+        num_others = 0
         await self._wait_for_holds(entries)
         for entry in entries:
             if entry.is_ready(state.top.name) and not entry.is_kept:
                 state.forget_copy(entry, state.top.name, MissReason.DROPPED)
-                dropped.add(entry)
+                dropped.add(entry.key)
         for tier in state.lower:
             going = [entry for entry in entries if entry.is_ready(tier.name) and not entry.is_kept]
             await self._space.drop_copies(tier, going, MissReason.DROPPED)
-            dropped.update(going)
+            dropped.update(entry.key for entry in going)
             for entry in entries:
                 if tier.is_shared and not entry.is_kept:
                     state.forget_belief(entry.name, tier.name)
             if tier.is_shared:
                 leased = {entry.key for entry in entries if entry.is_kept}
-                await tier.drop([shelf.block(key) for key in chain.keys if key not in leased])
-        return len(dropped)
+                going_there = [key for key in chain.keys if key not in leased]
+                await tier.drop([shelf.block(key) for key in going_there if key in dropped])
+                num_others += await tier.drop([shelf.block(key) for key in going_there if key not in dropped])
+        return len(dropped) + num_others
 
     async def _wait_for_holds(self, entries: Sequence[BlockEntry]) -> None:
         """Give transfers of these blocks a moment to end, so that they do not keep them from leaving."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.auth import Keyring, Tenancy
-from kvstore.config import HttpConfig
+from kvstore.config_sections import HttpConfig
 from kvstore.errors import InvalidConfig
 from kvstore.gate import FailureLimit, Gate
 from kvstore.reloading import Reloaded, Watcher

@@ -75,6 +75,14 @@ class ProtocolMismatch(KVStoreError):
     """The peer speaks another version of the protocol, or sent a frame that breaks it."""
 
 
+class OtherVersion(ProtocolMismatch):
+    """The peer speaks another version of the protocol: ``version``."""
+
+    def __init__(self, message: str, *, version: int) -> None:
+        super().__init__(message)
+        self.version = version
+
+
 class UnsupportedModel(KVStoreError):
     """A model file that is damaged, of an unknown architecture, or beyond what the engine runs."""
 

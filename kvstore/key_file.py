@@ -42,7 +42,7 @@ class KeyFile:
         self._record_bytes = record_bytes
         self._in_use = in_use
         self._seen: set[Path] = set()
-        self._written: dict[Path, bytes] = {}
+        self._written: dict[Path, tuple[bytes, os.stat_result]] = {}
 
     def read(self) -> tuple[list[bytes], list[str]]:
         """Return the records of all sound files, and one line for each file that is damaged.
@@ -76,16 +76,24 @@ class KeyFile:
             if folder not in ours:
                 problems.append(f"{path}: its folder is not in use by this store now")
                 continue
-            if self._written.get(path) == digest:
+            if path in self._written and self._written[path][0] == digest:
                 continue
             try:
                 _replace(path, body + _SUM.pack(checksum(body)))
-                self._written[path] = digest
+                self._written[path] = digest, path.lstat()
             except OSError as error:
                 problems.append(
                     f"{path}: cannot be written: {error.strerror}: make room, or let us write there"
                 )
         return problems
+
+    def forget_changed(self) -> list[Path]:
+        """Return the files that are not as they were written here; the next ``write`` replaces them."""
+        changed = [path for path, (_, written) in self._written.items() if not _is_as_written(path, written)]
+        for path in changed:
+            del self._written[path]
+        ours = self._in_use()
+        return [path for path in changed if path.parent in ours]
 
     @property
     def num_files(self) -> int:
@@ -104,13 +112,27 @@ class KeyFile:
             return []
         with os.fdopen(fd, "rb") as file:
             data = file.read(_MAX_BYTES)
+            found = os.fstat(fd)
         body, size = data[: -_SUM.size], self._record_bytes
         if len(body) < _HEAD.size or data[-_SUM.size :] != _SUM.pack(checksum(body)):
             raise CorruptBlock(f"{path}: is damaged: its checksum does not match")
         magic, count = _HEAD.unpack_from(body)
         if magic != _MAGIC or len(body) != _HEAD.size + count * size:
             raise CorruptBlock(f"{path}: is damaged, or of another version")
+        self._written[path] = hashlib.sha256(body).digest(), found
         return [body[at : at + size] for at in range(_HEAD.size, len(body), size)]
+
+
+def _is_as_written(path: Path, written: os.stat_result) -> bool:
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return _mark(found) == _mark(written)
+
+
+def _mark(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -53,6 +53,8 @@ class Holdings:
     leases: set[LeaseId] = field(default_factory=set)
     slots: dict[Slot, LentSlot] = field(default_factory=dict)
     namespaces: set[NamespaceDigest] = field(default_factory=set)
+    unnamed_bytes: int = 0
+    may_freeze: bool = False
 
 
 class LeaseTable:
@@ -73,12 +75,17 @@ class LeaseTable:
         self._num_overdue = 0
         self._num_leased = 0
         self._num_unnamed = 0
+        self._unnamed_bytes = 0
 
     def new_owner(self) -> Owner:
         """Return an owner that has nothing yet."""
         owner = Owner(next(self._next_owner))
         self._owners[owner] = Holdings()
         return owner
+
+    def note_may_freeze(self, owner: Owner) -> None:
+        """Note that a live owner is another process, which may keep lent slots and never come back."""
+        self._owners[owner].may_freeze = True
 
     def is_live(self, owner: Owner) -> bool:
         """Whether the owner has not ended. Only a live owner can be given anything."""
@@ -127,7 +134,7 @@ class LeaseTable:
         holdings = self._owners[owner]
         for slot in slots:
             holdings.slots[slot] = LentSlot(owner, deadline_s, length_bytes)
-        self._num_unnamed += len(slots)
+        self._count_unnamed(holdings, len(slots), length_bytes)
         if slots:
             self._watch(deadline_s, None, owner)
 
@@ -139,20 +146,22 @@ class LeaseTable:
 
     def publish(self, owner: Owner, slot: Slot, entry: BlockEntry) -> None:
         """Tie a lent slot to the block it now holds; the owner keeps a lease on that block."""
-        self._owners[owner].slots[slot].entry = entry
-        self._num_unnamed -= 1
+        holdings = self._owners[owner]
+        lent = holdings.slots[slot]
+        lent.entry = entry
+        self._count_unnamed(holdings, -1, lent.length_bytes)
         self._count_up(entry)
 
     def take_back(self, owner: Owner, slot: Slot) -> LentSlot | None:
         """End the lending of one slot; None if this owner does not have it."""
         holdings = self._owners.get(owner)
         lent = holdings.slots.pop(slot, None) if holdings else None
-        if lent is None:
+        if lent is None or holdings is None:
             return None
         if lent.entry is not None:
             self._count_down(lent.entry)
         else:
-            self._num_unnamed -= 1
+            self._count_unnamed(holdings, -1, lent.length_bytes)
         if lent.is_overdue:
             self._num_overdue -= 1
         return lent
@@ -225,6 +234,20 @@ class LeaseTable:
             if lent.entry is None
         ]
 
+    def share_left(self, owner: Owner, length_bytes: int, capacity_bytes: int) -> int:
+        """Return how many more slots of that length an owner may have lent, of a tier of that capacity.
+
+        One that may freeze: at most half of what is not lent to others, but one if it has none. What is lent
+        to it cannot be taken back then, and so each such owner leaves at least half of the rest to others.
+        """
+        holdings = self._owners.get(owner)
+        if holdings is None or not holdings.may_freeze:
+            return capacity_bytes // length_bytes
+        own_bytes = holdings.unnamed_bytes
+        others_bytes = self._unnamed_bytes - own_bytes
+        left = ((capacity_bytes - others_bytes) // 2 - own_bytes) // length_bytes
+        return max(left, 0 if own_bytes else 1)
+
     def leased_bytes(self, namespace: NamespaceDigest) -> int:
         """Payload bytes of a namespace's leased blocks, each counted once."""
         return self._leased_bytes.get(namespace, 0)
@@ -253,6 +276,11 @@ class LeaseTable:
         """Whether an owner has a lease or a lent slot."""
         holdings = self._owners.get(owner)
         return holdings is not None and bool(holdings.leases or holdings.slots)
+
+    def _count_unnamed(self, holdings: Holdings, num_slots: int, length_bytes: int) -> None:
+        self._num_unnamed += num_slots
+        self._unnamed_bytes += num_slots * length_bytes
+        holdings.unnamed_bytes += num_slots * length_bytes
 
     def _count_up(self, entry: BlockEntry) -> None:
         entry.leases += 1

@@ -178,9 +178,15 @@ class BlockManager:
             state.leases.note_namespace(owner, digest)
         return digest
 
-    def new_owner(self) -> Owner:
-        """Return a fresh owner: one per client connection, or per request of an engine."""
-        return self._state.leases.new_owner()
+    def new_owner(self, *, may_freeze: bool = False) -> Owner:
+        """Return a fresh owner: one per client connection, or per request of an engine.
+
+        ``may_freeze``: what is lent to it cannot be taken back, so it gets a share of the slots only.
+        """
+        owner = self._state.leases.new_owner()
+        if may_freeze:
+            self._state.leases.note_may_freeze(owner)
+        return owner
 
     async def match(
         self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None

@@ -53,7 +53,10 @@ class Putter:
         self._note_present(shelf, chain, missing)
         within = await self._space.fit_quota_on_top(shelf, len(missing), deadline_s=deadline_s)
         await self._space.make_room_on_top(
-            shelf.length_bytes, within, deadline_s=deadline_s, by=shelf.namespace
+            shelf.length_bytes,
+            min(within, self._share_left(owner, shelf)),
+            deadline_s=deadline_s,
+            by=shelf.namespace,
         )
         return self._lend_missing(owner, shelf, chain, missing, within=within)
 
@@ -72,10 +75,16 @@ class Putter:
                 (), 0, reason=MissReason.OTHER_EPOCH if shelf.is_stale else MissReason.UNAVAILABLE
             )
         missing = self._missing(shelf, chain)
-        if missing and not self._space.has_room_now(shelf.length_bytes, len(missing)):
+        wanted = min(len(missing), self._share_left(owner, shelf))
+        if missing and not self._space.has_room_now(shelf.length_bytes, wanted):
             return None
         self._note_present(shelf, chain, missing)
         return self._lend_missing(owner, shelf, chain, missing, within=len(missing))
+
+    def _share_left(self, owner: Owner, shelf: Shelf) -> int:
+        """Return how many more slots an owner may have lent: a frozen one must not keep all from others."""
+        state = self._state
+        return state.leases.share_left(owner, shelf.length_bytes, state.top.capacity_bytes)
 
     def _note_present(self, shelf: Shelf, chain: PrefixChain, missing: Sequence[int]) -> None:
         """Count what is stored already; it is a use, so that it does not leave to make room for the rest."""
@@ -90,12 +99,14 @@ class Putter:
         state, present = self._state, len(chain) - len(missing)
         if not missing or not state.leases.is_live(owner):
             return Reserved((), present, reason=MissReason.UNAVAILABLE if missing else None)
-        slots = state.take_slots(shelf.length_bytes, within)
+        share = self._share_left(owner, shelf)
+        slots = state.take_slots(shelf.length_bytes, min(within, share))
         reason = None
         if len(slots) < len(missing):
             reason = MissReason.NO_ROOM if len(slots) < within else MissReason.QUOTA
             state.counters.puts["dropped"] += len(missing) - len(slots)
             state.counters.puts["over_quota"] += len(missing) - within
+            state.counters.puts["over_share"] += max(0, within - share)
             self._remember_dropped(
                 shelf, [chain.keys[index] for index in missing[len(slots) :]], within=within - len(slots)
             )

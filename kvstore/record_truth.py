@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
@@ -21,9 +22,14 @@ from kvstore.records import (
     RecordWrite,
 )
 from kvstore.tenant import TenantId, tenant_of
-from kvstore_tiers.record_codec import Draft, Entry, NameIndex, RecordCodec, Unread
+from kvstore_tiers.record_codec import Draft, Entry, NameIndex, RecordCodec, Unread, names_or_none
 from kvstore_tiers.record_format import RecordHead, StoredRecord, charge_bytes, next_version, record_id
 from kvstore_tiers.record_local import Kept, LocalRecord, LocalRecords
+
+logger = logging.getLogger(__name__)
+
+_SEALED_AT_ONCE = 64
+_SEAL_S = 1.0
 
 UNREAD_ABSENCES = {
     Unread.ERASED: RecordAbsence.ERASED,
@@ -152,6 +158,7 @@ class LocalTruth:
     locks: RecordLocks = field(default_factory=RecordLocks)
     counters: Counter[str] = field(default_factory=Counter)
     _promised: Counter[TenantId] = field(default_factory=Counter)
+    _erasing: set[TenantId] = field(default_factory=set)
     _index: NameIndex = field(init=False)
 
     def __post_init__(self) -> None:
@@ -166,6 +173,7 @@ class LocalTruth:
         """Read what earlier runs left."""
         self.codec.open()
         await self.local.open()
+        warn_of_other_kind(self.local, self.codec, remedy="each is encrypted within minutes")
 
     async def close(self) -> None:
         """Finish what is under way."""
@@ -178,11 +186,11 @@ class LocalTruth:
             if not await self.local.ready():
                 return unavailable(self.local.trouble)
             present = self.local.find(named.local_key)
-            version = version_of(present, self.codec)
+            version = 0 if present is None else present.head.version
             if present is not None and present.head.token == put.token:
                 return RecordWrite(RecordOutcome.STORED, present.head.version, self.place)
             if put.if_version not in (None, version):
-                return RecordWrite(RecordOutcome.CONFLICT, version)
+                return RecordWrite(RecordOutcome.CONFLICT, version, problem=conflict_of(present, self.codec))
             record = await self.codec.make(
                 named.tenant, draft_of(put, named, version, wall_s=self.wall_s()), deadline_s=deadline_s
             )
@@ -265,6 +273,8 @@ class LocalTruth:
         value = await self.codec.read(named.tenant, stored, deadline_s=deadline_s)
         if value is Unread.NO_KEY:
             raise TierUnavailable("records: the key that it is encrypted under cannot be had now")
+        if value is Unread.FOREIGN:
+            return RecordLookup(None, RecordAbsence.UNREADABLE)
         if isinstance(value, Unread):
             self.counters["broken_seals"] += value is Unread.BROKEN
             return await self._discard(named, UNREAD_ABSENCES[value])
@@ -308,12 +318,46 @@ class LocalTruth:
     ) -> tuple[int, list[str]]:
         """Forget those of a tenant's records whose key is gone."""
         self._index.forget(tenant)
-        return await erase_local(self.local, self.codec, tenant, key_ids)
+        self._erasing.add(tenant)
+        count, problems = await erase_local(self.local, self.codec, tenant, key_ids)
+        if not problems:
+            self._erasing.discard(tenant)
+        return count, problems
 
     async def sweep(self) -> None:
-        """Forget records whose time is over."""
-        if await self.local.ready():
-            await self.local.expire()
+        """Forget records whose time is over, and encrypt those that are from before that was switched on."""
+        if not await self.local.ready():
+            return
+        await self.local.expire()
+        if self.codec.is_sealed:
+            for present in self.local.in_the_clear(_SEALED_AT_ONCE):
+                if not await self._seal(present):
+                    break
+            await self.local.scrub()
+
+    async def _seal(self, present: LocalRecord) -> bool:
+        """Encrypt a record in the clear, all else of it the same; False if that cannot be done now."""
+        async with self.locks.of(present.key):
+            if self.local.find(present.key) is not present:
+                return True
+            stored = await self.local.read(present)
+            names = None if stored is None or stored.head != present.head else names_or_none(stored.name)
+            if stored is None or names is None:
+                return await self.local.forget([present.key], RecordAbsence.CORRUPT) is Kept.OK
+            draft = Draft(present.head, RecordKey(*names), stored.body)
+            deadline_s = self.clock() + _SEAL_S
+            record = await self.codec.make(present.tenant, draft, deadline_s=deadline_s)
+            if record is None:
+                return False
+            if present.tenant in self._erasing or self.local.find(present.key) is not present:
+                return True
+            left_s = present.deadline_s - self.clock()
+            if await self.local.keep(present.key, record, ttl_s=left_s) is not Kept.OK:
+                return False
+            if not self.codec.is_live((record.head, record.name)):
+                await self.local.forget([present.key], RecordAbsence.ERASED)
+            self.counters["sealed"] += 1
+            return True
 
     async def check(self, *, sample_records: int) -> list[str]:
         """Verify the records' bookkeeping, and a sample of them."""
@@ -325,12 +369,31 @@ class LocalTruth:
     def stats(self) -> dict[str, object]:
         """Return what there is."""
         events = {**self.local.counters, **self.counters}
-        return {**self.local.stats(), "quota_bytes": self.quota_bytes, "events": events}
+        kept = {"is_encrypted": self.codec.is_sealed, **self.local.stats()}
+        return {**kept, "quota_bytes": self.quota_bytes, "events": events}
 
 
-def version_of(present: LocalRecord | None, codec: RecordCodec) -> int:
-    """Return the version of a record that is there; 0 for none, and for one that nobody here can read."""
-    return 0 if present is None or present.head.is_sealed != codec.is_sealed else present.head.version
+def warn_of_other_kind(local: LocalRecords, codec: RecordCodec, *, remedy: str) -> None:
+    """Say which records are from before encryption was switched; ``remedy``: what becomes of clear ones."""
+    if codec.is_sealed and local.num_clear:
+        logger.warning(
+            "records: %d of %d are in the clear, from before encryption was switched on: read, and %s",
+            *(local.num_clear, len(local), remedy),
+        )
+    num_sealed = len(local) - local.num_clear
+    if not codec.is_sealed and num_sealed:
+        logger.warning(
+            "records: %d of %d are encrypted and cannot be read without [encryption]: they are kept for when"
+            " it is switched on again, or until their time is over",
+            *(num_sealed, len(local)),
+        )
+
+
+def conflict_of(present: LocalRecord | None, codec: RecordCodec) -> str:
+    """Return what is to be said of a record that a put is in conflict with."""
+    if present is None or codec.is_sealed or not present.head.is_sealed:
+        return ""
+    return "it is encrypted, and this store's records are not: it cannot be read here"
 
 
 def draft_of(put: RecordPut, named: Named, version: int, *, wall_s: float) -> Draft:

@@ -12,7 +12,8 @@ from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Self
 
 from kvstore.assembly import Store, assemble
-from kvstore.config import Config, HttpConfig
+from kvstore.config import Config
+from kvstore.config_sections import HttpConfig
 from kvstore.errors import ServerUnavailable
 from kvstore.log_limit import limit_loop_errors
 from kvstore.server import StoreServer

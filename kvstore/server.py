@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvstore.accepting import Accepting
 from kvstore.arena_view import open_read_only
-from kvstore.errors import InvalidRequest, ProtocolMismatch, ServerUnavailable
+from kvstore.errors import InvalidRequest, OtherVersion, ProtocolMismatch, ServerUnavailable
 from kvstore.late_work import LateWork
 from kvstore.log_limit import LimitedWarning
 from kvstore.manager import BlockManager
@@ -26,9 +26,10 @@ from kvstore.messages import (
 )
 from kvstore.record_store import RecordStore
 from kvstore.server_address import parse_address
+from kvstore.server_counters import ServerCounters
 from kvstore.server_socket import BACKLOG, listening_socket
-from kvstore.serving import MAX_IN_FLIGHT, Connection, ServerCounters
-from kvstore.wire import FrameDecoder
+from kvstore.serving import MAX_IN_FLIGHT, Connection
+from kvstore.wire import FrameDecoder, encode_frame
 
 logger = logging.getLogger(__name__)
 
@@ -245,8 +246,13 @@ class StoreServer:
             error_to_send = error
         else:
             error_to_send = ServerUnavailable(str(error))
+        frame = encode_message(Failed.of(error_to_send), 0)
+        if isinstance(error, OtherVersion):
+            # `Failed` is the same in all versions, so that the peer can say what is wrong.
+            values = Failed.of(error_to_send).to_wire()
+            frame = encode_frame(Failed.KIND, 0, values, version=error.version)
         with contextlib.suppress(OSError):
-            sock.send(encode_message(Failed.of(error_to_send), 0))
+            sock.send(frame)
         sock.close()
 
     async def _read_hello(self, sock: socket.socket, decoder: FrameDecoder) -> Hello:

@@ -11,10 +11,8 @@ import asyncio
 import json
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import asdict
 
 from kvstore.answering import (
     answer_erase,
@@ -26,8 +24,8 @@ from kvstore.answering import (
     answer_seen,
     ready_slots,
 )
+from kvstore.client_slots import ClientSlots
 from kvstore.errors import (
-    EpochEnded,
     InvalidRequest,
     KVStoreError,
     ProtocolMismatch,
@@ -35,6 +33,7 @@ from kvstore.errors import (
     TimedOut,
 )
 from kvstore.late_work import LateWork
+from kvstore.lingering import Lingering
 from kvstore.log_limit import LimitedWarning
 from kvstore.manager import BlockManager
 from kvstore.messages import (
@@ -55,7 +54,6 @@ from kvstore.messages import (
     Flush,
     LeaseChain,
     Lent,
-    LentSlot,
     ListNamespaces,
     Match,
     MatchAndLease,
@@ -75,14 +73,13 @@ from kvstore.messages import (
     Stats,
     TierNames,
     Why,
-    WrittenSlot,
     decode_request,
     encode_message,
 )
 from kvstore.record_answers import RECORD_REQUESTS, answer_about_records
 from kvstore.record_store import RecordStore
 from kvstore.results import LeaseId, Owner, Reserved
-from kvstore.tier import Slot
+from kvstore.server_counters import ServerCounters
 from kvstore.wire import Frame, FrameDecoder
 
 logger = logging.getLogger(__name__)
@@ -114,35 +111,6 @@ after a longer copy the time that waking takes does not count."""
 
 _UNTIMED_S = 10.0
 """How long an operation is waited for whose request gives no time."""
-
-
-@dataclass(slots=True)
-class ServerCounters:
-    """What a server has seen; part of its stats."""
-
-    connections: int = 0
-    refused_connections: int = 0
-    protocol_errors: int = 0
-    silent_greetings: int = 0
-    idle_ended: int = 0
-    slow_readers: int = 0
-    failed_requests: int = 0
-    corrupt_reports: int = 0
-    requests: Counter[str] = field(default_factory=Counter)
-
-    def as_dict(self) -> dict[str, object]:
-        """Return a JSON-ready copy."""
-        return {
-            "connections": self.connections,
-            "refused_connections": self.refused_connections,
-            "protocol_errors": self.protocol_errors,
-            "silent_greetings": self.silent_greetings,
-            "idle_ended": self.idle_ended,
-            "slow_readers": self.slow_readers,
-            "failed_requests": self.failed_requests,
-            "corrupt_reports": self.corrupt_reports,
-            "requests": dict(self.requests),
-        }
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -178,9 +146,9 @@ class Connection(asyncio.BufferedProtocol):
         self._copied_by_s = 0.0
         self._comes_back = False
         self._owner = Owner(0)
+        self._slots = ClientSlots(manager, self._owner)
         self._in_flight: dict[int, asyncio.Task[None]] = {}
         self._namespaces: set[bytes] = set()
-        self._lent: dict[int, int] = {}
         self._transport: asyncio.Transport | None = None
         self._is_choked = False
         self._is_draining = False
@@ -190,12 +158,14 @@ class Connection(asyncio.BufferedProtocol):
         self._heard_s = time.monotonic()
         self._is_turn_over = False
         self._is_reading = True
+        self._lingering: Lingering | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to serve."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._owner = self._manager.new_owner()
+        self._owner = self._manager.new_owner(may_freeze=True)
+        self._slots = ClientSlots(self._manager, self._owner)
         transport.set_write_buffer_limits(high=_WRITE_HIGH_BYTES)
         self._pump()
 
@@ -213,12 +183,17 @@ class Connection(asyncio.BufferedProtocol):
         self._pump()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Give back everything the client held."""
+        """Give back everything the client held, once it cannot write into slots any more."""
         self._transport = None
         if self._slow_timer is not None:
             self._slow_timer.cancel()
         for task in self._in_flight.values():
             task.cancel()
+        if self._lingering is None:
+            self._end()
+
+    def _end(self) -> None:
+        self._lingering = None
         self._manager.release_owner(self._owner)
         self._on_end(self)
 
@@ -255,8 +230,23 @@ class Connection(asyncio.BufferedProtocol):
 
     def abort(self) -> None:
         """End the connection now."""
-        if self._transport is not None:
+        if self._lingering is not None:
+            self._lingering.end()
+        elif self._transport is not None:
             self._transport.abort()
+
+    def _cut(self) -> None:
+        """End the connection now, but keep what the client may be writing into until it is gone."""
+        if self._transport is None or self._lingering is not None:
+            return
+        try:
+            if self._manager.has_anything(self._owner):
+                self._counters.lingering += 1
+                self._lingering = Lingering.begin(self._transport, self._end)
+                return
+        except OSError as error:
+            logger.warning("server: a client that was disconnected cannot be watched: %s", error)
+        self._transport.abort()
 
     def _pump(self) -> None:
         """Accept whole frames while there is room for their requests, and read on only if there is.
@@ -279,7 +269,7 @@ class Connection(asyncio.BufferedProtocol):
         except ProtocolMismatch as error:
             self._counters.protocol_errors += 1
             self._malformed.warn("server: closed a connection: %s", error)
-            self.abort()
+            self._cut()
             return
         if is_over and decoder.pending_bytes:
             self._is_turn_over = True
@@ -315,7 +305,7 @@ class Connection(asyncio.BufferedProtocol):
         if isinstance(request, Release):
             self._release(request)
         elif isinstance(request, ReturnSlots):
-            self._return(request)
+            self._slots.take_back(request)
         elif isinstance(request, ReportDamage):
             self._note_damage(request.about)
         elif frame.request_id in self._in_flight:
@@ -359,7 +349,7 @@ class Connection(asyncio.BufferedProtocol):
                 reserved = self._manager.reserve_at_once(about.chain, owner=self._owner, part=about.part)
                 return None if reserved is None else self._lent_slots(reserved)
             case Commit():
-                return self._commit(request)
+                return self._slots.commit(request)
             case Ping():
                 return Done()
             case OpenNamespace():
@@ -376,7 +366,7 @@ class Connection(asyncio.BufferedProtocol):
             answer = await self._answer(request)
         except ProtocolMismatch:
             self._counters.protocol_errors += 1
-            self.abort()
+            self._cut()
         except KVStoreError as error:
             self._refuse(error, request_id)
         except Exception:
@@ -476,48 +466,10 @@ class Connection(asyncio.BufferedProtocol):
         return answer_seen(found)
 
     def _lent_slots(self, reserved: Reserved) -> Lent:
-        slots = tuple(map(LentSlot._make, reserved.slots))
-        self._lent.update([slot[1:] for slot in slots])
-        if slots:
-            self._await_copy(len(slots) * reserved.length_bytes, is_certain=True)
-        return Lent(slots, reserved.present, reserved.reason)
-
-    def _commit(self, request: Commit) -> Count:
-        about, owner = request.about, self._owner
-        num_stored = num_late = num_done = 0
-        ours = [slot for slot in request.slots if self._take_lent(slot.offset, slot.generation)]
-        try:
-            for run in _contiguous_runs(ours):
-                first, stop = run[0].position, run[-1].position + 1
-                is_all = first == 0 and stop == len(about.chain.keys)
-                published = self._manager.publish(
-                    about.chain if is_all else about.chain[first:stop],
-                    [Slot(slot.offset) for slot in run],
-                    owner=owner,
-                    checksums=[slot.checksum for slot in run],
-                    part=about.part,
-                )
-                num_stored += published.stored
-                num_late += published.late
-                num_done += len(run)
-        finally:
-            self._manager.return_slots([Slot(slot.offset) for slot in ours[num_done:]], owner=owner)
-        if self._manager.has_ended(about.chain.namespace):
-            raise EpochEnded("server: the epoch of the namespace ended before its blocks were committed")
-        if num_late:
-            raise TimedOut("server: the slots were lent for less time than the writing took")
-        return Count(num_stored)
-
-    def _return(self, request: ReturnSlots) -> None:
-        ours = [Slot(at.offset) for at in request.slots if self._take_lent(at.offset, at.generation)]
-        self._manager.return_slots(ours, owner=self._owner)
-
-    def _take_lent(self, offset: int, generation: int) -> bool:
-        """Whether a slot is lent to this client in that very generation; it is not from then on."""
-        if self._lent.get(offset) != generation:
-            return False
-        del self._lent[offset]
-        return True
+        lent = self._slots.lend(reserved)
+        if lent.slots:
+            self._await_copy(len(lent.slots) * reserved.length_bytes, is_certain=True)
+        return lent
 
     def _open_namespace(self, request: OpenNamespace) -> Done:
         if request.namespace.digest not in self._namespaces and len(self._namespaces) >= _MAX_NAMESPACES:
@@ -585,7 +537,7 @@ class Connection(asyncio.BufferedProtocol):
         self._malformed.warn(
             "server: closed a connection: it did not read its answers for %g s", _SLOW_READER_S
         )
-        self.abort()
+        self._cut()
 
 
 def _limit_s(request: Request) -> float:
@@ -601,14 +553,3 @@ def _limit_s(request: Request) -> float:
 
 def _name(request: Request) -> str:
     return type(request).__name__.lower()
-
-
-def _contiguous_runs(slots: Sequence[WrittenSlot]) -> Iterator[Sequence[WrittenSlot]]:
-    """Cut slots with growing positions into runs without gaps."""
-    if not slots:
-        return
-    cuts = [
-        at + 1 for at, (first, second) in enumerate(pairwise(slots)) if second.position != first.position + 1
-    ]
-    for start, stop in pairwise([0, *cuts, len(slots)]):
-        yield slots[start:stop]

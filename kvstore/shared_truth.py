@@ -31,6 +31,7 @@ from kvstore.record_truth import (
     over_quota,
     picked,
     unavailable,
+    warn_of_other_kind,
 )
 from kvstore.records import (
     Record,
@@ -94,6 +95,7 @@ class SharedTruth:
         """Read the copies of earlier runs, and begin to talk to Redis."""
         self.codec.open()
         await self.copies.local.open()
+        warn_of_other_kind(self.copies.local, self.codec, remedy="encrypted when they are put again")
         try:
             await self.remote.open()
         except TierUnavailable as error:
@@ -228,12 +230,25 @@ class SharedTruth:
         if value is Unread.BROKEN:
             self.counters["broken_seals"] += 1
             return await self._read_damaged(named, data, "its seal is broken", deadline_s)
+        if value is Unread.FOREIGN and await self._is_own_copy(named, record):
+            value = record.body
         if isinstance(value, Unread):
+            self.counters["unreadable"] += value is Unread.FOREIGN
             return RecordLookup(None, UNREAD_ABSENCES[value])
         left_s = max(0, found.left_ms) / 1000
         self._index.note(named.tenant, named.key, named.id)
         self.copies.follow(named.local_key, record, left_s)
         return RecordLookup(Record(value, record.head.version, left_s, self.place))
+
+    async def _is_own_copy(self, named: Named, record: StoredRecord) -> bool:
+        """Whether a record in the clear is what this node put or read before encryption was switched on.
+
+        Anybody who may write to Redis could have put one there; nobody else writes to our copies.
+        """
+        copy = self.copies.local.find(named.local_key)
+        if record.head.is_sealed or copy is None or copy.head != record.head:
+            return False
+        return await self.copies.read(copy) == record
 
     async def _read_damaged(self, named: Named, data: bytes, problem: str, deadline_s: float) -> RecordLookup:
         """Read again what was damaged; if it is so indeed it is removed. A copy is served if there is one."""
@@ -256,7 +271,9 @@ class SharedTruth:
         stored = await self.copies.read(copy)
         if stored is None:
             return None
-        value = await self.codec.read(named.tenant, stored, deadline_s=deadline_s)
+        value: bytes | Unread = stored.body
+        if stored.head.is_sealed:
+            value = await self.codec.read(named.tenant, stored, deadline_s=deadline_s)
         if isinstance(value, Unread):
             return None
         left_s = max(0.0, copy.deadline_s - self.clock())
@@ -332,6 +349,8 @@ class SharedTruth:
     async def sweep(self) -> None:
         """Forget copies and places in indexes of records that are over, and look at some copies anew."""
         await self.copies.expire()
+        if self.codec.is_sealed:
+            await self.copies.local.scrub()
         for notes in (self._swept_s, self._swept_full_s):
             while len(notes) > _MAX_NOTES:
                 del notes[next(iter(notes))]
@@ -388,6 +407,7 @@ class SharedTruth:
         """Return what there is: ``copies`` are those of this node."""
         health = self.remote.health()
         return {
+            "is_encrypted": self.codec.is_sealed,
             "is_up": health.is_up,
             "reason": health.reason,
             "quota_bytes": self.quota_bytes,

@@ -115,6 +115,10 @@ class TenantKeys:
         """Return the key of that id."""
         return self._by_id.get(wanted)
 
+    def ids(self) -> frozenset[bytes]:
+        """Return the ids of all keys that are here."""
+        return frozenset(self._by_id)
+
     def is_erased(self, tenant: TenantId) -> bool:
         """Whether a tenant was erased at some time."""
         return tenant in self._tenants and self._tenants[tenant].erased > 0

@@ -120,10 +120,9 @@ class MemoryTier:
         await asyncio.sleep(0)
         return [self._write(request) for request in requests]
 
-    async def drop(self, blocks: Sequence[BlockId]) -> None:
+    async def drop(self, blocks: Sequence[BlockId]) -> int:
         """Forget copies."""
-        for block in blocks:
-            self.stored.pop(block.storage_key, None)
+        return sum(self.stored.pop(block.storage_key, None) is not None for block in blocks)
 
     async def touch(self, blocks: Sequence[BlockId]) -> None:
         """Make copies the most recently used."""
@@ -275,11 +274,10 @@ class FaultyTier:
             return [self._write_faults.popleft()] * len(requests)
         return await self.inner.write(requests, deadline_s=deadline_s)
 
-    async def drop(self, blocks: Sequence[BlockId]) -> None:
+    async def drop(self, blocks: Sequence[BlockId]) -> int:
         """Drop from the inner tier, unless down."""
         await self._enter("drop")
-        if not self.is_down:
-            await self.inner.drop(blocks)
+        return 0 if self.is_down else await self.inner.drop(blocks)
 
     async def touch(self, blocks: Sequence[BlockId]) -> None:
         """Touch in the inner tier, unless down."""

@@ -308,8 +308,11 @@ class Tier(Protocol):
     async def write(self, requests: Sequence[WriteRequest], *, deadline_s: float) -> list[WriteStatus]:
         """Write copies; a present one is replaced. OK means readable from now on, and durable on ssd."""
 
-    async def drop(self, blocks: Sequence[BlockId]) -> None:
-        """Forget copies; absent ones are ignored. Their space is usable when this returns."""
+    async def drop(self, blocks: Sequence[BlockId]) -> int:
+        """Forget copies, and return how many were here, as far as that is known; absent ones are ignored.
+
+        Their space is usable when this returns.
+        """
 
     async def touch(self, blocks: Sequence[BlockId]) -> None:
         """Note a use of copies, for recency across restarts. Cheap; may be batched or lost in a crash."""

@@ -44,6 +44,7 @@ MAX_TENANTS = 65_536
 _ASK_AGAIN_S = 0.25
 _LOOK_AGAIN_S = 8.0
 _KEEP_AGAIN_S = 5.0
+_LOOK_AT_FILE_S = 5.0
 _POLL_TENANTS = 128
 _OPEN_S = 2.0
 _MAX_OVERWRITTEN = 64
@@ -77,6 +78,8 @@ class Vault:
         self._down = "not open"
         self._is_foreign = False
         self._keeping = asyncio.Lock()
+        self._kept: frozenset[bytes] = frozenset()
+        self._look_at_file_s = 0.0
         self._keep_again_s = 0.0
         self._running: dict[tuple[TenantId, str], asyncio.Task[None]] = {}
         self._clearing: set[asyncio.Task[None]] = set()
@@ -103,6 +106,7 @@ class Vault:
             return
         self._keys.is_dirty |= is_changed
         self._keys.learn(known)
+        self._kept = self._keys.ids()
         deadline_s = self._clock() + _OPEN_S
         tenants = self._keys.tenants()
         for start in range(0, len(tenants), _POLL_TENANTS):
@@ -183,14 +187,25 @@ class Vault:
         return key if key is not None and key.tenant == tenant else None
 
     async def shared_key_of(self, tenant: TenantId, *, deadline_s: float) -> DataKey | None:
-        """The same as ``sealing_key_of``, but None unless other nodes can have the key too."""
+        """The same as ``sealing_key_of``, but None unless the key outlives this process.
+
+        That is, unless other nodes can have it too; or, where there are none, a file holds it.
+        """
         key = await self.sealing_key_of(tenant, deadline_s=deadline_s)
         at = self._keys.state(tenant)
         if key is not None and self._exchange is not None and not at.is_published:
             at.looked_s = float("-inf")
             await self._within("publish", tenant, self._share, deadline_s)
             key = self._keys.present(tenant) if at.is_published else None
+        elif key is not None and self._exchange is None and self._file is not None:
+            if key.id not in self._kept:
+                await self._within("keep", tenant, self._keep_for, deadline_s)
+            key = self._keys.present(tenant)
+            key = key if key is not None and key.id in self._kept else None
         return key
+
+    async def _keep_for(self, tenant: TenantId) -> None:
+        await self._keep()
 
     async def _share(self, tenant: TenantId) -> None:
         await self._consult([tenant])
@@ -271,6 +286,7 @@ class Vault:
         if self._file is not None and self._file.has_come():
             await self.refresh()
         if self._clock() >= self._keep_again_s:
+            await self._look_at_file()
             await self._keep()
         if self._exchange is None or not self._exchange.is_up:
             return
@@ -285,13 +301,27 @@ class Vault:
         """Return what there is, ready for JSON."""
         return {"is_on": True, "is_up": not self._down, "reason": self._down, **self._keys.counts()}
 
+    async def _look_at_file(self) -> None:
+        """Have the files written anew that somebody else removed or replaced: without them all is lost."""
+        if self._file is None or self._clock() < self._look_at_file_s:
+            return
+        self._look_at_file_s = self._clock() + _LOOK_AT_FILE_S
+        async with self._keeping:
+            changed = await asyncio.to_thread(self._file.forget_changed)
+        for path in changed:
+            logger.warning("keys: %s was removed or replaced by somebody else: it is written anew", path)
+        self._keys.is_dirty |= bool(changed)
+
     async def _keep(self) -> list[str]:
         """Write the files if anything changed; returns one line for each that could not be."""
         async with self._keeping:
             if not self._keys.is_dirty or self._file is None:
                 return []
             self._keys.is_dirty = False
+            ids = self._keys.ids()
             problems = await asyncio.to_thread(self._file.write, self._keys.records())
+            if len(problems) < self._file.num_files:
+                self._kept = ids
             if problems:
                 self._keys.is_dirty = True
                 self._keep_again_s = self._clock() + _KEEP_AGAIN_S

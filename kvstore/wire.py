@@ -14,10 +14,15 @@ from typing import NamedTuple, TypeAlias
 
 import msgpack
 
-from kvstore.errors import InvalidRequest, ProtocolMismatch
+from kvstore.errors import InvalidRequest, OtherVersion, ProtocolMismatch
 
 MAGIC = b"KVSF"
-VERSION = 1
+VERSION = 2
+"""Rises with every change after which two sides could take each other's messages for something else.
+
+1: the first. 2: nil was made a value of some fields, and `Lent` and `Leased` tell why there is no more.
+"""
+
 MAX_KEYS = 10_000
 """Most keys one request may name (320 kB)."""
 
@@ -45,8 +50,10 @@ class Frame(NamedTuple):
     body: bytes
 
 
-def encode_frame(kind: int, request_id: int, values: tuple[WireValue, ...]) -> bytes:
-    """Return the bytes of one frame whose body holds ``values``.
+def encode_frame(
+    kind: int, request_id: int, values: tuple[WireValue, ...], *, version: int = VERSION
+) -> bytes:
+    """Return the bytes of one frame whose body holds ``values``. Another ``version``: to be understood by it.
 
     Raises:
         ProtocolMismatch: the body is larger than a frame may be.
@@ -58,7 +65,7 @@ def encode_frame(kind: int, request_id: int, values: tuple[WireValue, ...]) -> b
         raise InvalidRequest("frame: a text with half of a surrogate pair cannot be sent") from error
     if len(body) > MAX_BODY_BYTES:
         raise ProtocolMismatch(f"frame: a body of {len(body)} bytes, limit {MAX_BODY_BYTES}")
-    return _PREFIX.pack(MAGIC, VERSION, kind, request_id, len(body)) + body
+    return _PREFIX.pack(MAGIC, version, kind, request_id, len(body)) + body
 
 
 def decode_body(body: bytes) -> tuple[WireValue, ...]:
@@ -168,5 +175,8 @@ def _not_ours(magic: bytes, version: int, length: int) -> ProtocolMismatch:
     if magic != MAGIC:
         return ProtocolMismatch(f"frame: begins with {magic!r}, expected {MAGIC!r}")
     if version != VERSION:
-        return ProtocolMismatch(f"frame: protocol version {version}, this side speaks {VERSION}")
+        return OtherVersion(
+            f"frame: protocol version {version}, this side speaks {VERSION}: update the older side",
+            version=version,
+        )
     return ProtocolMismatch(f"frame: a body of {length} bytes, limit {MAX_BODY_BYTES}")

@@ -91,7 +91,7 @@ class Kit:
     keys: FixedKeys = field(default_factory=FixedKeys)
 
     def codec(self) -> RecordCodec:
-        return SealedCodec(self.keys) if self.is_sealed else PlainCodec()
+        return SealedCodec(self.keys, reads_clear=not self.redis_url) if self.is_sealed else PlainCodec()
 
     def local(self, name: str = "a", codec: RecordCodec | None = None) -> LocalRecords:
         more = {"capacity_bytes": self.capacity_bytes, "clock": self.clock, "wall_s": self.wall}

@@ -10,7 +10,7 @@ from kvstore.cli.block_naming import read_salt
 from kvstore.cli.output_file import remove_output, replace_output
 from kvstore.cli.store_address import add_store_arguments, connected
 from kvstore.client import KVStore
-from kvstore.errors import InvalidRequest, TierUnavailable
+from kvstore.errors import InvalidRequest, KVStoreError, TierUnavailable
 from kvstore.records import MAX_LISTED_RECORDS, MAX_RECORD_BYTES, RecordInfo, RecordOutcome, RecordWrite
 
 _END_UNKNOWN = 3
@@ -90,6 +90,7 @@ def _list(args: argparse.Namespace) -> int:
         raise InvalidRequest(f"--limit is {args.limit}, expected at least 1")
     with connected(args) as client:
         infos = _all(client, args)
+        _say_what_is_kept(client)
     if args.json:
         print(json.dumps({"records": [info.as_dict() for info in infos]}))
         return 0
@@ -98,6 +99,22 @@ def _list(args: argparse.Namespace) -> int:
             f"{info.name}  {info.value_bytes} bytes, version {info.version}, {info.expires_in_s:.0f} s left"
         )
     return 0
+
+
+def _say_what_is_kept(client: KVStore) -> None:
+    """Say on stderr what a change of the configuration left behind, where the caller may see the stats."""
+    try:
+        stats = client.stats()["records"]
+    except KVStoreError:
+        return
+    kept = stats.get("copies", stats)
+    num_sealed, num_clear = kept["sealed_records"], kept["records"] - kept["sealed_records"]
+    if kept["over_bytes"]:
+        print(f"records count for {kept['over_bytes']} bytes more than records_bytes", file=sys.stderr)
+    if num_sealed and not stats["is_encrypted"]:
+        print(f"{num_sealed} records are encrypted: not readable without [encryption]", file=sys.stderr)
+    if num_clear and stats["is_encrypted"]:
+        print(f"{num_clear} records are not encrypted yet", file=sys.stderr)
 
 
 def _all(client: KVStore, args: argparse.Namespace) -> list[RecordInfo]:

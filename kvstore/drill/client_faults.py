@@ -16,7 +16,7 @@ from kvstore.drill.stage import HEALTH_S, Stage, pause
 from kvstore.drill.store_process import wait_until
 from kvstore.link import unix_dial
 from kvstore.messages import ChainRef, Hello, Match, Ping, Release, encode_message
-from kvstore.wire import MAX_BODY_BYTES
+from kvstore.wire import MAX_BODY_BYTES, VERSION
 
 
 class ClientKilledWithLease(Fault):
@@ -227,7 +227,7 @@ class MalformedFrames(Fault):
             return sound[: rng.randrange(1, len(sound))]
         if dice < 0.5:
             return struct.pack(
-                "<4sHHQI", b"KVSF", 1, rng.randrange(20), 9, rng.randint(MAX_BODY_BYTES, 2**32 - 1)
+                "<4sHHQI", b"KVSF", VERSION, rng.randrange(20), 9, rng.randint(MAX_BODY_BYTES, 2**32 - 1)
             )
         altered = bytearray(sound)
         for _ in range(rng.randint(1, 8)):

@@ -13,11 +13,39 @@ from kvstore.http.refusal import ErrorCode, Refused
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
+class BodyRoom:
+    """The memory for bodies that are taken in whole, of all requests together. One event loop's thread."""
+
+    def __init__(self, max_bytes: int, counters: HttpCounters) -> None:
+        self._max_bytes = max_bytes
+        self._counters = counters
+        self.used_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Take some of it.
+
+        Raises:
+            Refused: others have it all.
+        """
+        if self.used_bytes + num_bytes > self._max_bytes:
+            self._counters.refused_bodies += 1
+            raise Refused(
+                ErrorCode.UNAVAILABLE,
+                f"body: those of other requests take {self.used_bytes} bytes, {self._max_bytes} are for all",
+                headers={"Retry-After": "1", "Connection": "close"},
+            )
+        self.used_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        """Let others have some of it."""
+        self.used_bytes -= num_bytes
+
+
 class Body:
     """The body of one request. Whoever sends it too slowly gets 408 and is dropped.
 
     A client that waits for 100 Continue gets it with the first read, so after all that could refuse its
-    request has been looked at.
+    request has been looked at. ``end`` must follow: what was taken in whole counts until then.
     """
 
     def __init__(
@@ -25,9 +53,12 @@ class Body:
         request: web.BaseRequest,
         limits: Limits,
         counters: HttpCounters,
+        room: BodyRoom,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._request = request
+        self._room = room
+        self._held_bytes = 0
         self._limits = limits
         self._counters = counters
         self._clock = clock
@@ -80,8 +111,18 @@ class Body:
             num_bytes += len(piece)
             if num_bytes > max_bytes:
                 raise _too_large(max_bytes)
+            self._hold(piece)
             pieces.append(bytes(piece))
         return b"".join(pieces)
+
+    def end(self) -> None:
+        """Give back the memory that it counts for: the request is over. Idempotent."""
+        self._room.give_back(self._held_bytes)
+        self._held_bytes = 0
+
+    def _hold(self, piece: memoryview) -> None:
+        self._room.take(len(piece))
+        self._held_bytes += len(piece)
 
     async def exactly(self, length_bytes: int) -> bytes:
         """Return the next bytes.
@@ -92,6 +133,7 @@ class Body:
         pieces: list[bytes] = []
         while length_bytes:
             piece = await self.need_piece(length_bytes)
+            self._hold(piece)
             pieces.append(bytes(piece))
             length_bytes -= len(piece)
         return b"".join(pieces)

@@ -18,6 +18,7 @@ class HttpCounters:
     damaged_blocks: int = 0
     refused_leases: int = 0
     unread_leases: int = 0
+    refused_bodies: int = 0
     received_bytes: int = 0
     sent_bytes: int = 0
     requests: Counter[str] = field(default_factory=Counter)
@@ -36,6 +37,7 @@ class HttpCounters:
             "damaged_blocks": self.damaged_blocks,
             "refused_leases": self.refused_leases,
             "unread_leases": self.unread_leases,
+            "refused_bodies": self.refused_bodies,
             "received_bytes": self.received_bytes,
             "sent_bytes": self.sent_bytes,
             "requests": dict(self.requests),

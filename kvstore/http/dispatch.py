@@ -75,12 +75,16 @@ class Dispatcher:
         caller = service.callers.get(self._gate.admit(_shown(request), route.scope))
         peer.note_admitted()
         with caller.request():
-            body = Body(request, service.limits, service.counters, service.clock)
-            values = _parameters(route, path_values, request)
-            if route.body is not None:
-                values |= await _json_body(body, route.body, service.limits.max_json_bytes)
-            call = Call(service, request, caller, Values(values), body, peer)
-            return await cast("Operation", route.operation)(call)  # what the table has for the others
+            body = Body(request, service.limits, service.counters, service.body_room, service.clock)
+            try:
+                values = _parameters(route, path_values, request)
+                if route.body is not None:
+                    values |= await _json_body(body, route.body, service.limits.max_json_bytes)
+                call = Call(service, request, caller, Values(values), body, peer)
+                del values
+                return await cast("Operation", route.operation)(call)  # what the table has for the others
+            finally:
+                body.end()
 
 
 def _shown(request: web.BaseRequest) -> Shown:

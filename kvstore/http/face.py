@@ -82,6 +82,11 @@ class HttpFace:
         return self._service.counters
 
     @property
+    def pending_body_bytes(self) -> int:
+        """What bodies taken in whole take now, of requests under way."""
+        return self._service.body_room.used_bytes
+
+    @property
     def url(self) -> str:
         """Where it is reached; only while it listens."""
         return self._listener.url

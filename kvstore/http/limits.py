@@ -24,6 +24,7 @@ class Limits:
     ``requests_per_s`` (0: no limit) begin. A request's header has
     ``header_s`` from its first byte, a connection without a request ``idle_s``. Whoever sends or takes
     nothing for ``stall_s``, or sends a body slower than ``body_bytes_per_s`` beyond that time, is dropped.
+    Bodies taken in whole, of at most ``max_json_bytes`` each, take ``max_pending_body_bytes`` together.
     """
 
     max_connections: int = 1024
@@ -35,6 +36,7 @@ class Limits:
     body_bytes_per_s: int = 64 << 10
     max_json_bytes: int = _MIB
     max_batch_bytes: int = 4 * _GIB
+    max_pending_body_bytes: int = 128 * _MIB
     max_leases: int = 256
 
 

@@ -121,6 +121,7 @@ def _http(http: Mapping[str, object]) -> Iterator[tuple[str, str, str, Samples]]
         ("damaged_blocks", "Blocks found damaged before or while they were sent."),
         ("refused_leases", "Leases not granted: the caller had as many as it may."),
         ("unread_leases", "Leases ended since the client went away before it read of them."),
+        ("refused_bodies", "Bodies refused: those of other requests took all the memory for them."),
         ("received_bytes", "Bytes of bodies taken in."),
         ("sent_bytes", "Payload bytes sent."),
     ):

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from kvstore.auth import Identity, Tenancy
 from kvstore.errors import TimedOut
-from kvstore.http.body import Body
+from kvstore.http.body import Body, BodyRoom
 from kvstore.http.callers import Caller, Callers
 from kvstore.http.counters import HttpCounters
 from kvstore.http.limits import MAX_KEYS, Limits
@@ -76,6 +76,7 @@ class HttpService:
     counters: HttpCounters = field(default_factory=HttpCounters)
     late_work: LateWork = field(default_factory=LateWork)
     callers: Callers = field(init=False)
+    body_room: BodyRoom = field(init=False)
     pool: ThreadPoolExecutor = field(init=False)
     document: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
     is_open: bool = False
@@ -83,6 +84,7 @@ class HttpService:
 
     def __post_init__(self) -> None:
         self.callers = Callers(self.manager, self.limits, self.clock)
+        self.body_room = BodyRoom(self.limits.max_pending_body_bytes, self.counters)
         self.pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kvstore-http")
 
     def stats(self) -> dict[str, object]:
@@ -91,7 +93,11 @@ class HttpService:
             **self.manager.stats(),
             "records": self.records.stats(),
             "server": self.server_stats(),
-            "http": {**self.counters.as_dict(), "gate": self.gate_stats()},
+            "http": {
+                **self.counters.as_dict(),
+                "pending_body_bytes": self.body_room.used_bytes,
+                "gate": self.gate_stats(),
+            },
         }
 
     async def report_damage(self, chain: PrefixChain, part: Part) -> None:
@@ -179,14 +185,16 @@ class Call:
         return namespace
 
     def chain(self, namespace: Namespace, values: Values | None = None) -> PrefixChain:
-        """Return the chain of blocks that keys, or tokens, name.
+        """Return the chain of blocks that keys, or tokens, name; to be called once.
+
+        Tokens are let go of: as integers they take many times the bytes of the body.
 
         Raises:
             Refused: tokens do not begin at block 0, or there are too many blocks.
             InvalidRequest: the keys are no chain.
         """
         values = values or self.values
-        tokens, keys = values.integers("tokens"), values.texts("keys")
+        tokens, keys = values.taken_integers("tokens"), values.texts("keys")
         parent, start = values.text("parent"), values.integer("start") or 0
         if tokens is not None:
             if parent is not None or start:

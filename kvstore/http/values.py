@@ -9,7 +9,7 @@ class Values:
     __slots__ = ("_values",)
 
     def __init__(self, values: Mapping[str, object]) -> None:
-        self._values = values
+        self._values = dict(values)
 
     def text(self, name: str) -> str | None:
         """Return a text."""
@@ -49,6 +49,12 @@ class Values:
         """Return a list of integers."""
         value = self._values.get(name)
         assert value is None or isinstance(value, list), f"{name}: its schema allows another type"
+        return value
+
+    def taken_integers(self, name: str) -> list[int] | None:
+        """Return a list of integers, and let go of it: it is absent from then on."""
+        value = self.integers(name)
+        self._values.pop(name, None)
         return value
 
     def nested(self, name: str) -> "Values":

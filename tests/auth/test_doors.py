@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.auth import LOCAL, Scope
-from kvstore.config import Config, HttpConfig
+from kvstore.config import Config
+from kvstore.config_sections import HttpConfig
 from kvstore.config_values import is_loopback
 from kvstore.doors import Doors
 from kvstore.drill.store_process import wait_until

@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,32 @@ def test_what_the_store_does_not_know_has_a_status_of_its_own(run: Run, tmp_path
 
     assert [status for status, _, _ in ended] == [3] * 4
     assert "records: " in ended[0][2]
+
+
+def test_a_listing_says_what_a_change_of_the_configuration_left(run: Run, tmp_path: Path) -> None:
+    keys = tmp_path / "master.keys"
+    keys.write_text("ab" * 32)
+    keys.chmod(0o600)
+    plain = StoreSettings(ssd_bytes=16 << 20, ssd_folder=tmp_path / "ssd")
+    sealed = replace(plain, master_keys=keys)
+
+    def started(settings: StoreSettings) -> drill_store.StoreProcess:
+        return drill_store.StoreProcess(tmp_path, settings)
+
+    with started(sealed) as first:
+        run("put", "c", "n", "--store", str(first.socket_path), stdin=b"a secret")
+    with started(plain) as second:
+        where = ["--store", str(second.socket_path)]
+        _, _, listed = run("list", "c", *where)
+        _, reason, _ = run("get", "c", "n", *where, "--out", str(tmp_path / "out"), "--json")
+        run("put", "c", "m", *where, stdin=b"in the clear")
+    with started(sealed) as third:
+        where = ["--store", str(third.socket_path)]
+        values = [run("get", "c", name, *where)[1] for name in ("n", "m")]
+
+    assert listed == "1 records are encrypted: not readable without [encryption]\n"
+    assert json.loads(reason)["reason"] == "unreadable"
+    assert values == ["a secret", "in the clear"]
 
 
 def test_without_a_server_the_status_says_so(run: Run, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvstore import AsyncKVStore, KVStore, MissReason, PrefixChain
@@ -16,6 +17,7 @@ from kvstore.messages import (
     Answer,
     Count,
     Done,
+    Failed,
     Hello,
     Leased,
     Lent,
@@ -32,7 +34,7 @@ from kvstore.messages import (
     decode_request,
     encode_message,
 )
-from kvstore.wire import FrameDecoder
+from kvstore.wire import FrameDecoder, encode_frame
 from tests.client.conftest import NAMESPACE, PATIENT
 from tests.client.facade import Face, SyncFace
 
@@ -195,6 +197,25 @@ async def test_a_greeting_that_is_none_is_a_miss_and_a_clear_control_error(
             await client.ping()
 
     assert (found.blocks, found.reason) == (0, MissReason.UNAVAILABLE)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+async def test_an_older_server_is_a_counted_miss_that_says_which_versions_met(
+    tmp_path: Path, chain: PrefixChain, payloads: npt.NDArray[np.uint8], kind: str
+) -> None:
+    path = tmp_path / "kv.sock"
+    refusal = Failed.of(ServerUnavailable("frame: protocol version 2, this side speaks 1"))
+    older = encode_frame(Failed.KIND, 0, refusal.to_wire(), version=1)
+    async with _liar(path, lambda _, __: older, is_greeting=False), _client(kind, path) as client:
+        with pytest.raises(
+            (ProtocolMismatch, ServerUnavailable), match="protocol version 1, this side speaks"
+        ):
+            await client.ping()
+        found = await client.match(chain)
+        put = await client.put(chain, payloads)
+
+    assert (found.blocks, found.reason, put.stored) == (0, MissReason.UNAVAILABLE, 0)
+    assert client.client_stats().protocol_errors >= 1
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])

@@ -407,7 +407,7 @@ def test_a_prefix_of_another_version_or_magic_or_size_is_refused() -> None:
     good = encode_message(Ping(), 1)
     for bad, words in (
         (b"HTTP" + good[4:], "begins with"),
-        (good[:4] + b"\x02\x00" + good[6:], "version 2"),
+        (good[:4] + b"\x01\x00" + good[6:], "version 1"),
         (good[:16] + (MAX_BODY_BYTES + 1).to_bytes(4, "little"), "limit"),
     ):
         with pytest.raises(ProtocolMismatch, match=words):

@@ -6,14 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.config import (
-    Config,
-    RemoteConfig,
-    cache_folder,
-    config_keys,
-    default_address,
-    load_config,
-)
+from kvstore.config import Config, cache_folder, config_keys, default_address, load_config
+from kvstore.config_sections import RemoteConfig
 from kvstore.config_values import size_text
 from kvstore.errors import InvalidConfig
 from kvstore.secret_source import SecretSource

@@ -138,9 +138,9 @@ async def test_the_same_block_twice_in_one_write_leaves_one_whole_copy(tier: Tie
 
 async def test_a_dropped_block_is_absent_and_its_space_is_free(tier: Tier) -> None:
     await put(tier, 1, 2)
-    await tier.drop([block_id(1), block_id(9)])
+    assert await tier.drop([block_id(1), block_id(9)]) == 1
     assert await statuses(tier, 1, 2) == [ReadStatus.ABSENT, ReadStatus.OK]
-    await tier.drop([block_id(2)])
+    assert await tier.drop([block_id(2)]) == 1
     assert tier.used_bytes == 0
 
 

@@ -81,8 +81,7 @@ class GatedTier:
         return self.write_status
 
     async def drop(self, blocks):
-        for block in blocks:
-            self.stored.pop(block, None)
+        return sum(self.stored.pop(block, None) is not None for block in blocks)
 
     async def touch(self, blocks):
         self.touched += blocks

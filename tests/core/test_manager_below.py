@@ -279,6 +279,21 @@ async def test_dropped_blocks_are_gone_from_every_tier():
         assert (await store.manager.match(chain)).reason is MissReason.DROPPED
 
 
+async def test_blocks_that_only_a_shared_tier_has_are_dropped_and_counted():
+    ssd, remote = GatedTier("ssd"), GatedTier("remote", is_shared=True)
+    chain = SPACE.chain(range(20))
+    async with running(remote) as other:
+        await other.put(chain)
+        await other.manager.flush(timeout_s=5)
+    async with running(ssd, remote) as store:
+        await store.put(chain[:2])
+        await store.manager.flush(timeout_s=5)
+
+        assert await store.manager.drop(chain) == 5
+        assert remote.stored == {}
+        assert await store.manager.drop(chain) == 0
+
+
 async def test_a_leased_block_is_not_dropped():
     async with running() as store:
         chain = SPACE.chain(range(4))

@@ -111,8 +111,7 @@ class FaultyTier:
 
     async def drop(self, blocks):
         await self._pause()
-        for block in blocks:
-            self.stored.pop(block, None)
+        return sum(self.stored.pop(block, None) is not None for block in blocks)
 
     async def touch(self, blocks):
         await self._pause()

@@ -20,7 +20,7 @@ from kvstore.errors import TierUnavailable
 from kvstore.records import RecordAbsence, RecordOutcome
 from kvstore_tiers.record_change import Change, DiskFault, DiskFull
 from kvstore_tiers.record_disk import RecordDisk, map_size_bytes
-from tests.record_kit import MIB, Kit, Store
+from tests.record_kit import ANN, BOB, MIB, Kit, Store
 
 NUMBERS = range(12)
 
@@ -313,17 +313,115 @@ async def test_a_folder_in_use_makes_records_unavailable_until_it_is_free(kit: K
     await second.close()
 
 
-@pytest.mark.parametrize("is_sealed", [True, False])
-async def test_records_are_not_kept_where_encryption_was_switched(kit: Kit, is_sealed: bool) -> None:
-    kit.is_sealed = is_sealed
+async def test_records_in_the_clear_stay_when_encryption_is_switched_on_and_get_encrypted(kit: Kit) -> None:
     async with kit.store() as store:
-        await store.set("n", b"a secret" * 100)
-    kit.is_sealed = not is_sealed
+        writes = [await store.set(f"name-{number}", b"a secret" * 100) for number in range(100)]
+        await store.set("gone-name", b"a secret" * 100)
+        await store.remove("gone-name")
+    kit.is_sealed = True
 
     async with kit.store() as store:
+        record = (await store.look("name-7")).record
+        assert record is not None
+        assert (record.value, record.version) == (b"a secret" * 100, writes[7].version)
+        assert len(await store.listed()) == 100
+        assert (await store.set("name-8", b"new", writes[8].version)).is_stored
+        while store.stats()["sealed_records"] != 100 or not is_free_of(kit, b"a secret", b"name-"):
+            await store.truth.sweep()
+            kit.clock.moved_s += 20
+
+        record = (await store.look("name-7")).record
+        assert record is not None
+        assert (record.value, record.version) == (b"a secret" * 100, writes[7].version)
+        assert (await store.set("name-7", b"next", record.version)).is_stored
+    async with kit.store() as store:
+        assert await store.value("name-7") == b"next"
+        assert await store.value("name-9") == b"a secret" * 100
+        assert len(await store.listed()) == 100
+        assert await store.check(sample_records=1000) == []
+
+
+def is_free_of(kit: Kit, *texts: bytes) -> bool:
+    files = [path for path in data_file(kit).parents[1].rglob("*") if path.is_file()]
+    return not any(text in path.read_bytes() for path in files for text in texts)
+
+
+async def test_encrypted_records_stay_when_encryption_is_switched_off_and_on_again(
+    kit: Kit, caplog: pytest.LogCaptureFixture
+) -> None:
+    kit.is_sealed = True
+    async with kit.store() as store:
+        first = await store.set("n", b"a secret")
+    kit.is_sealed = False
+    async with kit.store() as store:
+        assert (await store.look("n")).reason is RecordAbsence.UNREADABLE
+        assert store.stats()["sealed_records"] == 1
+        write = await store.set("n", b"x", 0)
+        assert (write.outcome, write.version) == (RecordOutcome.CONFLICT, first.version)
+        assert "encrypted" in write.problem
+        assert (await store.set("m", b"in the clear")).is_stored
+    assert "1 of 1 are encrypted" in caplog.text
+    kit.is_sealed = True
+
+    async with kit.store() as store:
+        assert await store.value("n") == b"a secret"
+        assert await store.value("m") == b"in the clear"
+
+
+async def test_an_erasure_takes_records_from_before_encryption_with_it(kit: Kit) -> None:
+    async with kit.store() as store:
+        await store.set("n", b"a secret")
+        await store.set("n", b"another's", salt=BOB)
+    kit.is_sealed = True
+    async with kit.store() as store:
+        await store.set("m", b"sealed")
+        tenant, key_ids = kit.keys.erase(ANN)
+
+        assert await store.erase(tenant, key_ids) == (2, [])
         assert await store.value("n") is None
-        assert (await store.set("n", b"x", 0)).is_stored
-    assert b"a secret" not in data_file(kit).read_bytes()
+        assert await store.value("n", salt=BOB) == b"another's"
+
+
+async def test_interrupted_scrubbing_loses_nothing_and_is_done_later(kit: Kit) -> None:
+    async with kit.store() as store:
+        await store.set("n", b"a secret")
+    folder = data_file(kit).parents[1]
+    (folder / "index.new").mkdir()
+    (folder / "index.new" / "data.mdb").write_bytes(b"a secret")
+    (folder / "index" / "data.old").write_bytes(b"a secret")
+    kit.is_sealed = True
+
+    async with kit.store() as store:
+        while not is_free_of(kit, b"a secret"):
+            await store.truth.sweep()
+            kit.clock.moved_s += 20
+
+        assert await store.value("n") == b"a secret"
+
+
+@pytest.mark.parametrize("is_clean", [True, False])
+async def test_a_lower_capacity_removes_no_record_and_takes_no_more(
+    kit: Kit, is_clean: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    kit.capacity_bytes = kit.quota_bytes = 64 * MIB
+    async with kit.store() as store:
+        for number in range(40):
+            assert (await store.set(f"n{number}", bytes([number]) * MIB)).is_stored
+    if not is_clean:
+        (data_file(kit).parents[1] / "dirty").touch()
+    kit.capacity_bytes = 2 * MIB
+
+    async with kit.store() as store:
+        assert "none is removed" in caplog.text
+        assert store.stats()["over_bytes"] > 38 * MIB
+        for number in range(40):
+            assert await store.value(f"n{number}") == bytes([number]) * MIB
+        assert (await store.set("new", b"x")).outcome is RecordOutcome.FULL
+        assert (await store.set("n0", b"smaller")).is_stored
+        for number in range(1, 40):
+            assert await store.remove(f"n{number}")
+        assert store.stats()["over_bytes"] == 0
+        assert (await store.set("new", b"x")).is_stored
 
 
 async def test_on_disk_nothing_of_an_encrypted_record_can_be_read(kit: Kit) -> None:

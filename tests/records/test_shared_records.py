@@ -309,9 +309,29 @@ async def test_a_record_in_the_clear_is_not_served_where_they_are_encrypted(
         await plain.set("n", b"planted")
 
         assert (await closed.look("n")).reason is RecordAbsence.UNREADABLE
-        assert (await closed.set("n", b"ours", 0)).is_stored
+        in_the_way = await closed.set("n", b"ours", 0)
+        assert in_the_way.outcome is RecordOutcome.CONFLICT
+        assert (await closed.set("n", b"ours", in_the_way.version)).is_stored
         assert (await plain.look("n")).reason is RecordAbsence.UNREADABLE
         assert await closed.value("n") == b"ours"
+
+
+async def test_a_node_reads_its_own_records_after_encryption_was_switched_on(
+    tmp_path: Path, redis: RedisServer
+) -> None:
+    kit = Kit(tmp_path, redis.url)
+    async with kit.store("a") as plain:
+        first = await plain.set("n", b"ours")
+    kit.is_sealed = True
+    async with kit.store("a") as closed, kit.store("b") as other:
+        record = (await closed.look("n")).record
+        assert record is not None
+        assert (record.value, record.version, record.is_current) == (b"ours", first.version, True)
+        assert (await other.look("n")).reason is RecordAbsence.UNREADABLE
+        assert other.events["unreadable"] == 1
+
+        assert (await closed.set("n", b"ours again", first.version)).is_stored
+        assert await other.value("n") == b"ours again"
 
 
 async def test_a_key_of_another_type_is_an_outage_of_that_record_alone(

@@ -24,7 +24,7 @@ class HungTier(GatedTier):
 
     async def drop(self, blocks):
         await self.gate.wait()
-        await super().drop(blocks)
+        return await super().drop(blocks)
 
 
 @contextlib.asynccontextmanager

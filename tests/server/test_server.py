@@ -47,7 +47,7 @@ from kvstore.messages import (
 from kvstore.running import serving
 from kvstore.server import StoreServer
 from kvstore.server_address import parse_address
-from kvstore.wire import MAX_BODY_BYTES, FrameDecoder, encode_frame
+from kvstore.wire import MAX_BODY_BYTES, VERSION, FrameDecoder, encode_frame
 from tests.store_process import MIB, StoreProcess
 
 PATIENT = Timeouts(match_s=10, fetch_s=10, put_s=10, control_s=10)
@@ -282,9 +282,9 @@ async def test_a_malformed_frame_ends_its_connection_and_no_other(
     "data",
     [
         encode_message(Hello(1), 7),
-        struct.pack("<4sHHQI", b"KVSF", 1, 999, 7, 1) + b"\x90",
-        struct.pack("<4sHHQI", b"KVSF", 1, Match.KIND, 7, 3) + b"\x93\x01\x02",
-        struct.pack("<4sHHQI", b"KVSF", 1, Match.KIND, 7, MAX_BODY_BYTES + 1),
+        struct.pack("<4sHHQI", b"KVSF", VERSION, 999, 7, 1) + b"\x90",
+        struct.pack("<4sHHQI", b"KVSF", VERSION, Match.KIND, 7, 3) + b"\x93\x01\x02",
+        struct.pack("<4sHHQI", b"KVSF", VERSION, Match.KIND, 7, MAX_BODY_BYTES + 1),
         encode_message(Count(1), 7),
     ],
     ids=["second greeting", "unknown kind", "malformed body", "oversized", "an answer"],
@@ -299,16 +299,34 @@ async def test_a_frame_that_breaks_the_protocol_ends_the_connection(
     assert server.counters.protocol_errors == 1
 
 
-async def test_a_peer_of_another_version_is_told_so(server: StoreServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 9])
+async def test_a_client_of_another_version_is_told_so_in_its_own(
+    server: StoreServer, tmp_path: Path, version: int
+) -> None:
     async with RawClient(tmp_path / "kv.sock") as raw:
         hello = encode_message(Hello(1), 0)
-        await raw.send(hello[:4] + b"\x09\x00" + hello[6:])
+        await raw.send(hello[:4] + version.to_bytes(2, "little") + hello[6:])
+        data = await asyncio.get_running_loop().sock_recv(raw.sock, 65536)
+        assert data[4:6] == version.to_bytes(2, "little")
+        raw.decoder.feed(data[:4] + VERSION.to_bytes(2, "little") + data[6:])
         answered = await raw.answer()
 
         assert answered is not None
         assert isinstance(answered[1], Failed)
-        assert "version 9" in answered[1].message
+        assert f"version {version}, this side speaks {VERSION}" in answered[1].message
         assert await raw.answer() is None
+    assert server.counters.protocol_errors == 1
+
+
+async def test_a_frame_of_another_version_after_the_greeting_ends_the_connection(
+    server: StoreServer, tmp_path: Path
+) -> None:
+    async with _greeted(tmp_path) as raw:
+        ping = encode_message(Ping(), 7)
+        await raw.send(ping[:4] + b"\x01\x00" + ping[6:])
+
+        assert await raw.answer() is None
+    assert server.counters.protocol_errors == 1
 
 
 async def test_a_request_before_the_greeting_is_refused(server: StoreServer, tmp_path: Path) -> None:

@@ -41,5 +41,15 @@ class KeptOnDisk(Protocol):
     def commit(self, changes: Sequence[Change]) -> None:
         """Make changes, all or none; on disk when this returns. Raises DiskFull, DiskFault."""
 
+    @property
+    def may_hold_clear(self) -> bool:
+        """Whether bytes of records in the clear may lie in the files, also in parts that are free."""
+
+    def scrub(self) -> None:
+        """Write the files anew with what they hold, and overwrite the old ones.
+
+        To be called by the thread that commits. Raises DiskFull (nothing was changed), DiskFault.
+        """
+
     def close(self, *, is_clean: bool) -> None:
         """Close, and unlock the folder. Idempotent."""

@@ -4,10 +4,13 @@
     records/index/          the environment: ``entries`` (tenant and digest: head and name part) and
                             ``bodies`` (the same key: body)
     records/index.damaged/  an environment that could not be read, kept for whoever wants to look at it
+    records/index.new/      an environment that is being written, to take the place of the first
+    records/clear           there while bytes of records in the clear may lie in the environment
 
 Space. The environment may grow to twice the capacity, since free pages between long values are not always of
-use. It takes disk space as it grows, in steps, before it writes: so a full disk is an answer, and no page of
-it is ever missing.
+use; and to a little more than it takes already, so that under a lower capacity too records can be dropped.
+It takes disk space as it grows, in steps, before it writes: so a full disk is an answer, and no page of it is
+ever missing.
 """
 
 import contextlib
@@ -16,13 +19,15 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import lmdb
 
 from kvstore.errors import CorruptBlock, TierUnavailable
+from kvstore_tiers.child_check import run_check
+from kvstore_tiers.record_anew import old_of, overwrite, take_place, write_anew
 from kvstore_tiers.record_change import Change, DiskFault, DiskFull, Found
 from kvstore_tiers.record_format import ID_BYTES, TENANT_BYTES, RecordHead, unpack_entry
 from kvstore_tiers.ssd_folder import SsdFolder, is_same_file, unavailable
@@ -62,9 +67,15 @@ class RecordDisk:
 
     def __init__(self, folder: SsdFolder, *, capacity_bytes: int) -> None:
         self._folder = folder
-        self._map_bytes = map_size_bytes(capacity_bytes)
+        self._capacity_bytes = capacity_bytes
+        self._reading = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Open the environment."""
         self._reserved_bytes = 0
-        self._env = _open_environment(folder.index_path, self._map_bytes)
+        self._env = _open_environment(self._folder.index_path, map_size_bytes(self._capacity_bytes))
+        self._map_bytes = self._env.info()["map_size"]
         self._entries = self._env.open_db(_ENTRIES)
         self._bodies = self._env.open_db(_BODIES)
         self._file = self._data_path.stat()
@@ -75,8 +86,8 @@ class RecordDisk:
     ) -> "tuple[RecordDisk, Found]":
         """Open or make the environment below ``path``, and return it with what it holds.
 
-        What cannot be read is set aside. Records that are not encrypted where they are to be (or the other
-        way round) are removed: nobody could read them, or everybody.
+        What cannot be read is set aside. ``is_sealed`` says whether what is put from now on is encrypted;
+        what is there stays, whether it is or not.
 
         Raises:
             TierUnavailable: folder or disk cannot be used.
@@ -88,11 +99,7 @@ class RecordDisk:
             _preflight(folder, capacity_bytes, check_timeout_s)
             folder.mark_dirty()
             disk, found = _open_or_begin_anew(folder, capacity_bytes)
-            if any(head.is_sealed != is_sealed for _, head, _ in found.entries):
-                disk._env.close()
-                was = "not encrypted" if is_sealed else "encrypted"
-                folder.discard_index(f"its {len(found.entries)} records are {was}")
-                disk, found = _open_or_begin_anew(folder, capacity_bytes)
+            disk._settle_clear(is_sealed and all(head.is_sealed for _, head, _ in found.entries))
             folder.sync()
         except (OSError, lmdb.Error) as error:
             if disk is not None:
@@ -114,7 +121,7 @@ class RecordDisk:
         Raises:
             DiskFault: the disk failed.
         """
-        with _faults_mapped(), self._env.begin() as transaction:
+        with _faults_mapped(), self._reading, self._env.begin() as transaction:
             entry = transaction.get(key, db=self._entries)
             if entry is None:
                 return None
@@ -142,6 +149,41 @@ class RecordDisk:
                         transaction.put(change.key, record.entry, db=self._entries)
                         transaction.put(change.key, record.body, db=self._bodies)
 
+    @property
+    def may_hold_clear(self) -> bool:
+        """Whether bytes of records in the clear may lie in the files."""
+        return os.path.lexists(self._clear_path)
+
+    def scrub(self) -> None:
+        """Write the environment anew with what it holds, and overwrite the old one.
+
+        Raises:
+            DiskFull: no room; nothing was changed.
+            DiskFault: the disk failed, or the files were deleted.
+        """
+        with _faults_mapped():
+            self._require_files()
+            try:
+                write_anew(self._env, self._draft_path)
+            except (lmdb.Error, OSError) as error:
+                raise DiskFull(f"records: folder {self._folder.path}: not written anew: {error}") from error
+            with self._reading:
+                self._env.close()
+                take_place(self._draft_path / _DATA, self._data_path)
+                shutil.rmtree(self._draft_path)
+                self._begin()
+            self._clear_path.unlink(missing_ok=True)
+            self._folder.sync()
+
+    def _settle_clear(self, is_all_sealed: bool) -> None:
+        """Note whether anything here is in the clear; what an interrupted ``scrub`` left goes. OSError."""
+        overwrite(old_of(self._data_path))
+        if self._draft_path.is_dir() and not self._draft_path.is_symlink():
+            shutil.rmtree(self._draft_path)
+        if not is_all_sealed and not self.may_hold_clear:
+            flags = os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+            os.close(os.open(self._clear_path, flags, 0o600))
+
     def close(self, *, is_clean: bool) -> None:
         """Close, and unlock the folder. Idempotent."""
         try:
@@ -153,6 +195,14 @@ class RecordDisk:
                     self._folder.mark_clean()
         finally:
             self._folder.release()
+
+    @property
+    def _clear_path(self) -> Path:
+        return self._folder.path / "clear"
+
+    @property
+    def _draft_path(self) -> Path:
+        return self._folder.path / "index.new"
 
     @property
     def _data_path(self) -> Path:
@@ -238,7 +288,7 @@ def map_size_bytes(capacity_bytes: int) -> int:
 
 def _open_environment(index: Path, map_bytes: int) -> "lmdb.Environment":
     index.mkdir(mode=0o700, exist_ok=True)
-    return lmdb.open(
+    env = lmdb.open(
         str(index),
         map_size=map_bytes,
         mode=0o600,
@@ -247,6 +297,10 @@ def _open_environment(index: Path, map_bytes: int) -> "lmdb.Environment":
         max_readers=_MAX_READERS,
         max_dbs=2,
     )
+    used_bytes = (env.info()["last_pgno"] + 1) * _PAGE_BYTES
+    if used_bytes + _FIXED_MAP_BYTES // 2 > env.info()["map_size"]:
+        env.set_mapsize(used_bytes + _FIXED_MAP_BYTES)
+    return env
 
 
 def _open_or_begin_anew(folder: SsdFolder, capacity_bytes: int) -> tuple[RecordDisk, Found]:
@@ -283,11 +337,9 @@ def _preflight(folder: SsdFolder, capacity_bytes: int, timeout_s: float) -> None
     """After an unclean end, let a child process be the first to read the environment."""
     if not folder.is_dirty() or not os.path.lexists(folder.index_path):
         return
-    command = [sys.executable, "-P", "-m", "kvstore_tiers.record_check", str(folder.index_path)]
+    words = [str(folder.index_path), str(capacity_bytes)]
     try:
-        child = subprocess.run(
-            [*command, str(capacity_bytes)], capture_output=True, timeout=timeout_s, check=False
-        )
+        child = run_check("kvstore_tiers.record_check", words, timeout_s=timeout_s)
     except subprocess.TimeoutExpired as error:
         raise TierUnavailable(
             f"records: folder {folder.path}: reading them took longer than {timeout_s:.0f} s: check the disk"

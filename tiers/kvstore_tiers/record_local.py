@@ -17,6 +17,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvstore.errors import CorruptBlock, TierUnavailable
 from kvstore.log_limit import LimitedWarning
@@ -33,6 +34,7 @@ _BATCH_CHANGES = 256
 _REOPEN_S = 0.25
 _REOPEN_MAX_S = 5.0
 _MAX_GONE = 65_536
+_SCRUB_S = 10.0
 
 
 class Kept(enum.Enum):
@@ -98,6 +100,7 @@ class LocalRecords:
         self._records: dict[bytes, LocalRecord] = {}
         self._by_tenant: dict[TenantId, dict[bytes, LocalRecord]] = {}
         self._used: Counter[TenantId] = Counter()
+        self._clear: set[bytes] = set()
         self._deadlines: list[tuple[float, bytes]] = []
         self._storing: Counter[bytes] = Counter()
         self._gone: OrderedDict[bytes, RecordAbsence] = OrderedDict()
@@ -105,6 +108,7 @@ class LocalRecords:
         self._committer: asyncio.Task[None] | None = None
         self._opening: asyncio.Task[bool] | None = None
         self._reopen_at_s = 0.0
+        self._scrub_at_s = float("-inf")
         self._pause_s = _REOPEN_S
         self._trouble = "" if open_disk is None else "not open"
         self._is_closed = True
@@ -198,6 +202,20 @@ class LocalRecords:
         """Return every record, those of a tenant together."""
         return [record for theirs in self._by_tenant.values() for record in theirs.values()]
 
+    def in_the_clear(self, count: int) -> list[LocalRecord]:
+        """Return some of the records that are not encrypted, at most ``count``."""
+        return [self._records[key] for key in islice(self._clear, count)]
+
+    @property
+    def num_clear(self) -> int:
+        """How many are not encrypted."""
+        return len(self._clear)
+
+    @property
+    def over_bytes(self) -> int:
+        """What the records count for beyond their capacity."""
+        return max(0, self.used_bytes - self._capacity_bytes)
+
     def oldest(self, room_bytes: int) -> list[LocalRecord]:
         """Return the records that were kept first and count for that much together."""
         chosen: list[LocalRecord] = []
@@ -251,6 +269,23 @@ class LocalRecords:
             if not self._storing[key]:
                 del self._storing[key]
 
+    async def scrub(self) -> None:
+        """Have the disk rid of what is left of records in the clear, if none is there any more."""
+        disk = self._disk
+        if disk is None or self._trouble or self._clear or self._clock() < self._scrub_at_s:
+            return
+        self._scrub_at_s = self._clock() + _SCRUB_S
+        if not disk.may_hold_clear:
+            return
+        try:
+            await self._commits.run(disk.scrub)
+        except DiskFull as error:
+            self._faults.warn("%s; it is tried again", error)
+        except (DiskFault, Abandoned) as error:
+            self._note_fault(f"the disk failed: {error}")
+        else:
+            _log.info("records: %s: all are encrypted, and nothing is left in the clear", self._where)
+
     def is_storing(self, start: bytes) -> bool:
         """Whether a record whose key starts so is on its way: what is found is then the one before it."""
         return start in self._storing or any(key.startswith(start) for key in self._storing)
@@ -301,6 +336,8 @@ class LocalRecords:
         self._lose(record.key, None)
         tenant = record.tenant
         self._records[record.key] = record
+        if not record.head.is_sealed:
+            self._clear.add(record.key)
         self._by_tenant.setdefault(tenant, {})[record.key] = record
         self._used[tenant] += record.charge_bytes
         self._gone.pop(record.key, None)
@@ -313,6 +350,7 @@ class LocalRecords:
         record = self._records.pop(key, None)
         if record is None:
             return
+        self._clear.discard(key)
         tenant = record.tenant
         self._used[tenant] -= record.charge_bytes
         theirs = self._by_tenant[tenant]
@@ -417,6 +455,12 @@ class LocalRecords:
         self._learn(found)
         self._trouble, self._pause_s = "", _REOPEN_S
         _log.info("records: %s: %d records", self._where, len(self._records))
+        if self.over_bytes:
+            _log.warning(
+                "records: %s: they count for %d bytes, over the %d of records_bytes: none is removed, and no"
+                " more are taken until they count for less",
+                *(self._where, self.used_bytes, self._capacity_bytes),
+            )
         return True
 
     def _opened(self, task: "asyncio.Task[bool]") -> None:
@@ -428,6 +472,7 @@ class LocalRecords:
         """Take in what an environment holds; what was known before keeps its time."""
         known, self._records = self._records, {}
         self._by_tenant.clear()
+        self._clear.clear()
         self._used.clear()
         self._deadlines.clear()
         self.counters["corrupt"] += found.num_damaged
@@ -460,7 +505,9 @@ class LocalRecords:
         """Return what there is, ready for JSON."""
         return {
             "records": len(self._records),
+            "sealed_records": len(self._records) - len(self._clear),
             "used_bytes": self.used_bytes,
+            "over_bytes": self.over_bytes,
             "capacity_bytes": self._capacity_bytes,
             "is_up": not self._trouble,
             "reason": self._trouble,

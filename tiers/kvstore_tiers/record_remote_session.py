@@ -167,7 +167,7 @@ def store_record(exchange: Exchange, names: SharedNames, request: StoreRequest, 
     if present is not None and not present.is_dropped and present.token == head.token:
         end.status, end.version = SharedStatus.OK, present.version
         return exchange.forget_watches()
-    end.version = seen_version(present, is_sealed=head.is_sealed)
+    end.version = seen_version(present)
     if end.version != request.expected:
         end.status = SharedStatus.CHANGED
         return exchange.forget_watches()

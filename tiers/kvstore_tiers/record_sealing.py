@@ -48,10 +48,14 @@ class RecordKeys(Protocol):
 
 
 class SealedCodec:
-    """Records encrypted, in a thread of its own. ``open`` and ``close`` frame its use."""
+    """Records encrypted, in a thread of its own. ``open`` and ``close`` frame its use.
 
-    def __init__(self, keys: RecordKeys) -> None:
+    ``reads_clear`` says that records in the clear are read too: from a disk that only this store writes to.
+    """
+
+    def __init__(self, keys: RecordKeys, *, reads_clear: bool = False) -> None:
         self._keys = keys
+        self._reads_clear = reads_clear
         self._jobs = Jobs("records-seal", 1)
 
     @property
@@ -88,7 +92,7 @@ class SealedCodec:
     async def read(self, tenant: TenantId, record: StoredRecord, *, deadline_s: float) -> bytes | Unread:
         """Return the value of a record, decrypted, or why there is none."""
         if not record.head.is_sealed:
-            return Unread.FOREIGN
+            return record.body if self._reads_clear else Unread.FOREIGN
         key = await self._key_of(tenant, record.body[:KEY_ID_BYTES], deadline_s)
         if isinstance(key, Unread):
             return key
@@ -105,7 +109,13 @@ class SealedCodec:
                 keys[key_id] = await self._keys.opening_key_of(tenant, key_id, deadline_s=deadline_s)
 
         def open_all() -> list[tuple[str, str] | None]:
-            return [_open_names(keys.get(name[:KEY_ID_BYTES]), head, name) for head, name in entries]
+            return [
+                _open_names(keys.get(name[:KEY_ID_BYTES]), head, name) if head.is_sealed else clear(name)
+                for head, name in entries
+            ]
+
+        def clear(name: bytes) -> tuple[str, str] | None:
+            return names_or_none(name) if self._reads_clear else None
 
         return await self._jobs.run(open_all)
 
@@ -117,7 +127,10 @@ class SealedCodec:
     async def erased_among(
         self, tenant: TenantId, entries: Sequence[Entry], key_ids: Collection[bytes]
     ) -> list[Entry]:
-        """Return the entries of records whose key is certain to be gone, ``key_ids`` being erased keys."""
+        """Return the entries of records whose key is certain to be gone, ``key_ids`` being erased keys.
+
+        Those in the clear are from before encryption was switched on, so from before the erasure: they too.
+        """
         gone = dict.fromkeys(key_ids, True)
         erased: list[Entry] = []
         for entry in entries:
@@ -125,7 +138,7 @@ class SealedCodec:
             key_id = name[:KEY_ID_BYTES]
             if head.is_sealed and key_id not in gone:
                 gone[key_id] = await self._keys.is_gone(tenant, key_id)
-            if head.is_sealed and gone[key_id]:
+            if not head.is_sealed or gone[key_id]:
                 erased.append(entry)
         return erased
 

@@ -122,6 +122,6 @@ def entry_or_none(data: bytes) -> Entry | None:
         return None
 
 
-def seen_version(head: RecordHead | None, *, is_sealed: bool) -> int:
-    """Return the version of a record; 0 if there is none that could be read here."""
-    return 0 if head is None or head.is_dropped or head.is_sealed != is_sealed else head.version
+def seen_version(head: RecordHead | None) -> int:
+    """Return the version of a record, also of one that cannot be read here; 0 if there is none."""
+    return 0 if head is None or head.is_dropped else head.version

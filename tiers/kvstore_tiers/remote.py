@@ -233,8 +233,9 @@ class RemoteTier:
         self._count(full=results.count(WriteStatus.FULL), refused=results.count(WriteStatus.REFUSED))
         return results
 
-    async def drop(self, blocks: Sequence[BlockId]) -> None:
+    async def drop(self, blocks: Sequence[BlockId]) -> int:
         """Forget copies, if their servers answer in time."""
+        dropped: list[int] = []
         deadline_s = self._clock() + self._settings.timeout_s
 
         def work(share: Sequence[tuple[int, BlockId]], is_asking: bool) -> Work:
@@ -243,9 +244,11 @@ class RemoteTier:
                 tally=tally,
                 is_asking=is_asking,
                 deadline_s=deadline_s,
+                dropped=dropped,
             )
 
         await self._run(Batch(blocks, _itself, work, 1, is_write=True, deadline_s=deadline_s))
+        return len(set(dropped))
 
     async def touch(self, blocks: Sequence[BlockId]) -> None:
         """Do nothing: the server notes the use of what it serves."""

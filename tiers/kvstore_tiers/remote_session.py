@@ -262,8 +262,9 @@ def drop_share(
     tally: Tally,
     is_asking: bool,
     deadline_s: float,
+    dropped: list[int] | None = None,
 ) -> None:
-    """DEL each block."""
+    """DEL each block; the places of those that were there are added to ``dropped``."""
     for start in range(0, len(blocks), _PROBE_WINDOW):
         window = blocks[start : start + _PROBE_WINDOW]
         replies = _each(connection, b"DEL", names, window, is_asking=is_asking, deadline_s=deadline_s)
@@ -271,6 +272,8 @@ def drop_share(
         for (index, _), reply in zip(window, replies, strict=True):
             if isinstance(reply, ErrorReply) and not tally.redirected(index, reply):
                 tally.fault = reply.fault
+            elif reply == 1 and dropped is not None:
+                dropped.append(index)
 
 
 def _each(

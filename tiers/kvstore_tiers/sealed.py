@@ -257,9 +257,9 @@ class SealedTier:
             return [WriteStatus.UNAVAILABLE] * len(requests)
         return await self._jobs.outlive(asyncio.ensure_future(self._write(requests, deadline_s)))
 
-    async def drop(self, blocks: Sequence[BlockId]) -> None:
+    async def drop(self, blocks: Sequence[BlockId]) -> int:
         """Forget copies."""
-        await self._inner.drop(blocks)
+        return await self._inner.drop(blocks)
 
     async def touch(self, blocks: Sequence[BlockId]) -> None:
         """Note a use of copies."""

@@ -304,15 +304,16 @@ class SsdTier:
             return [WriteStatus.UNAVAILABLE] * len(requests)
         return await self._writes.outlive(asyncio.ensure_future(self._write(requests, deadline_s)))
 
-    async def drop(self, blocks: Sequence[BlockId]) -> None:
+    async def drop(self, blocks: Sequence[BlockId]) -> int:
         """Forget copies and give their slots back."""
         if self._store is None or self._pid != os.getpid():
-            return
+            return 0
         found = [copy for block in blocks if (copy := self._copies.find(block)) is not None]
         if found:
             for copy in found:
                 self._copies.hide(copy)
             await self._writes.outlive(asyncio.ensure_future(self._drop(found)))
+        return len(found)
 
     async def touch(self, blocks: Sequence[BlockId]) -> None:
         """Make copies the most recently used; on disk with one of the next commits."""

@@ -219,9 +219,9 @@ class SsdArray:
         await self._on_each(write_to, self._places(requests))
         return statuses
 
-    async def drop(self, blocks: Sequence[BlockId]) -> None:
+    async def drop(self, blocks: Sequence[BlockId]) -> int:
         """Forget copies and give their slots back."""
-        await asyncio.gather(*(disk.drop(blocks) for disk in self._disks))
+        return sum(await asyncio.gather(*(disk.drop(blocks) for disk in self._disks)))
 
     async def touch(self, blocks: Sequence[BlockId]) -> None:
         """Make copies the most recently used; on disk soon."""

@@ -4,7 +4,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import lmdb
 
 from kvstore.errors import TierUnavailable
 from kvstore.tier import WriteStatus
+from kvstore_tiers.child_check import run_check
 from kvstore_tiers.disk_io import DiskIO
 from kvstore_tiers.slab import Slab
 from kvstore_tiers.ssd_check import EXIT_UNUSABLE
@@ -225,11 +225,9 @@ def _preflight(folder: SsdFolder, capacity_bytes: int, timeout_s: float, *, name
     """After an unclean end, let a child process be the first to open the index."""
     if not folder.is_dirty() or not os.path.lexists(folder.index_path):
         return
-    command = [sys.executable, "-P", "-m", "kvstore_tiers.ssd_check", str(folder.index_path)]
+    words = [str(folder.index_path), str(capacity_bytes)]
     try:
-        child = subprocess.run(
-            [*command, str(capacity_bytes)], capture_output=True, timeout=timeout_s, check=False
-        )
+        child = run_check("kvstore_tiers.ssd_check", words, timeout_s=timeout_s)
     except subprocess.TimeoutExpired:
         folder.discard_index(f"reading it took longer than {timeout_s:.0f} s")
         return

@@ -148,16 +148,19 @@ class StoreTier:
             statuses += await self._write_run(run, deadline_s)
         return statuses
 
-    async def drop(self, blocks: Sequence[BlockId]) -> None:
+    async def drop(self, blocks: Sequence[BlockId]) -> int:
         """Ask the store to forget its copies. Without a server nothing is dropped."""
+        num_dropped = 0
         for chain, group in self._chains(blocks):
             client = await self._client_of(chain.namespace, self._clock() + self._drop_timeout_s)
             if client is None:
-                return
+                break
             try:
-                await client.drop(chain, part=group[0].part, timeout_s=self._drop_timeout_s)
+                part = group[0].part
+                num_dropped += await client.drop(chain, part=part, timeout_s=self._drop_timeout_s)
             except KVStoreError:
-                return
+                break
+        return num_dropped
 
     async def touch(self, blocks: Sequence[BlockId]) -> None:
         """Do nothing: matching and fetching are uses that the store notes itself."""
