@@ -39,7 +39,7 @@ from kvstore.results import (
 from kvstore.space import Space
 from kvstore.state import ManagerSettings, State
 from kvstore.tenant import TenantId
-from kvstore.tier import Slot, SlotTier, Tier
+from kvstore.tier import CountingTier, Slot, SlotTier, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -537,6 +537,7 @@ class BlockManager:
                 health = lower.health()
                 occupancy |= {"is_up": health.is_up, "reason": health.reason}
                 occupancy["queued_blocks"] = self._mover.queue_lengths().get(lower.name, 0)
+                occupancy["events"] = lower.counters if isinstance(lower, CountingTier) else {}
         return occupancy
 
     def _take_effect(self, entries: Sequence[BlockEntry], slots: Sequence[Slot]) -> None:

@@ -29,10 +29,12 @@ async def serving(
     *,
     socket_path: str | os.PathLike[str] | None = None,
     stay_awake: Callable[[float], None] | None = None,
+    prefill_tokens_per_s: float = 0.0,
 ) -> AsyncIterator[StoreServer]:
     """Open the store a configuration describes and serve it, at ``socket_path`` if one is given.
 
-    ``stay_awake`` is told for how many seconds the loop should not go to sleep.
+    ``stay_awake`` is told for how many seconds the loop should not go to sleep. ``prefill_tokens_per_s`` is
+    the speed of the engines beside it, from which metrics estimate what hits saved (0: not estimated).
 
     Raises:
         InvalidConfig: the socket or the configuration cannot be used.
@@ -46,6 +48,7 @@ async def serving(
         max_connections=config.server.max_connections,
         stay_awake=stay_awake,
     )
+    server.counters.prefill_tokens_per_s = prefill_tokens_per_s
     face = None if config.http is None else _http_face(config, config.http, store, server)
     async with contextlib.AsyncExitStack() as stack:
         # First the addresses: where another server has them, no folder of a tier is made or touched.

@@ -11,9 +11,8 @@ import asyncio
 import json
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import pairwise
 
 from kvstore.answering import (
@@ -82,6 +81,7 @@ from kvstore.messages import (
 from kvstore.record_answers import RECORD_REQUESTS, answer_about_records
 from kvstore.record_store import RecordStore
 from kvstore.results import LeaseId, Owner, Reserved
+from kvstore.server_counters import ServerCounters
 from kvstore.tier import Slot
 from kvstore.wire import Frame, FrameDecoder
 
@@ -114,35 +114,6 @@ after a longer copy the time that waking takes does not count."""
 
 _UNTIMED_S = 10.0
 """How long an operation is waited for whose request gives no time."""
-
-
-@dataclass(slots=True)
-class ServerCounters:
-    """What a server has seen; part of its stats."""
-
-    connections: int = 0
-    refused_connections: int = 0
-    protocol_errors: int = 0
-    silent_greetings: int = 0
-    idle_ended: int = 0
-    slow_readers: int = 0
-    failed_requests: int = 0
-    corrupt_reports: int = 0
-    requests: Counter[str] = field(default_factory=Counter)
-
-    def as_dict(self) -> dict[str, object]:
-        """Return a JSON-ready copy."""
-        return {
-            "connections": self.connections,
-            "refused_connections": self.refused_connections,
-            "protocol_errors": self.protocol_errors,
-            "silent_greetings": self.silent_greetings,
-            "idle_ended": self.idle_ended,
-            "slow_readers": self.slow_readers,
-            "failed_requests": self.failed_requests,
-            "corrupt_reports": self.corrupt_reports,
-            "requests": dict(self.requests),
-        }
 
 
 class Connection(asyncio.BufferedProtocol):

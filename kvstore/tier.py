@@ -331,6 +331,15 @@ class TierNews:
 
 
 @runtime_checkable
+class CountingTier(Protocol):
+    """What a Tier is too that counts what happens in it."""
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Events so far, by names that are the tier's own."""
+
+
+@runtime_checkable
 class ChangingTier(Protocol):
     """What a Tier is too whose content changes without its owner, at its start or while it is open."""
 

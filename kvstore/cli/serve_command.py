@@ -5,6 +5,7 @@ import asyncio
 import gc
 import json
 import logging
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -30,7 +31,22 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--json", action="store_true", help="print one JSON line when ready, and one when stopped"
     )
+    parser.add_argument(
+        "--prefill-tokens-per-s",
+        metavar="N",
+        type=_speed,
+        default=0.0,
+        help="speed of prefill of the engines beside the store, by which /metrics estimates the time that"
+        " hits save (default: no estimate)",
+    )
     parser.set_defaults(run=run)
+
+
+def _speed(text: str) -> float:
+    speed = float(text)
+    if not 0 < speed < math.inf:
+        raise ValueError("not a speed")
+    return speed
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,17 +64,23 @@ def run(args: argparse.Namespace) -> int:
         LimitedTracebacks.installed(),
         asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner,
     ):
-        runner.run(_serve(config, stay_awake=selector.stay_awake, as_json=args.json))
+        runner.run(_serve(config, args, stay_awake=selector.stay_awake))
     return 0
 
 
-async def _serve(config: Config, *, stay_awake: Callable[[float], None], as_json: bool) -> None:
+async def _serve(config: Config, args: argparse.Namespace, *, stay_awake: Callable[[float], None]) -> None:
+    as_json: bool = args.json
     loop = asyncio.get_running_loop()
     told_to_stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told_to_stop.set)
     socket_path = str(config.server.socket)
-    async with serving(config, socket_path=socket_path, stay_awake=stay_awake) as server:
+    async with serving(
+        config,
+        socket_path=socket_path,
+        stay_awake=stay_awake,
+        prefill_tokens_per_s=args.prefill_tokens_per_s,
+    ) as server:
         # What is there by now stays: no collection looks at it again, which would take tens of milliseconds.
         gc.collect()
         gc.freeze()
