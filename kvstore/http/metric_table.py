@@ -116,9 +116,7 @@ def _lookup_metrics() -> Iterable[Metric]:
             ]
             + ". match asks what is stored, fetch takes it.",
             (_LOOKUP,),
-            lambda stats, member=member: [
-                ((kind,), number(nested(stats, kind).get(member))) for kind in _LOOKUP.values
-            ],
+            _of_operations(member),
         )
     for unit in ("blocks", "tokens"):
         for ending, label, text in (
@@ -211,9 +209,7 @@ def _transfer_metrics() -> Iterable[Metric]:
             Kind.COUNTER,
             text if member == "seconds" else f"Moves between tiers, in {member}.",
             (_ORIGIN, _TARGET),
-            lambda stats, member=member: [
-                (about, number(told.get(member))) for about, told in _transfers(stats)
-            ],
+            _of_transfers(member),
             _crossings,
         )
     yield Metric(
@@ -262,16 +258,13 @@ def _tier_metrics() -> Iterable[Metric]:
             "Bytes written to disks, slot padding included.",
         ),
     ):
-        only_ssd = name.startswith("kvstore_disk")
         yield Metric(
             name,
             Kind.COUNTER,
             text,
             (_TIER,),
-            lambda stats, members=members: _tier_events(stats, members),
-            lambda stats, only_ssd=only_ssd: [
-                (name,) for name in _lower(stats) if not only_ssd or name == Medium.SSD.value
-            ],
+            _of_tier_events(members),
+            _lower_zeros(only=Medium.SSD.value if name.startswith("kvstore_disk") else None),
         )
     yield Metric(
         "kvstore_encryption_up_ratio",
@@ -328,7 +321,10 @@ def _http_metrics() -> Iterable[Metric]:
         ("errors", _CODE, "Requests answered with an error."),
         ("gate", _GATE, "Requests let in and turned away."),
     ):
-        yield Metric(f"kvstore_http_{member}_total", Kind.COUNTER, text, (label,), _by(member, "http"))
+        zeros = product(label.values) if label.values else ()
+        yield Metric(
+            f"kvstore_http_{member}_total", Kind.COUNTER, text, (label,), _by(member, "http"), _always(zeros)
+        )
 
 
 def _server_metrics() -> Iterable[Metric]:
@@ -398,6 +394,11 @@ def _lower(stats: Stats) -> list[str]:
     ]
 
 
+def _always(values: Iterable[tuple[str, ...]]) -> Callable[[Stats], Iterable[tuple[str, ...]]]:
+    told = tuple(values)
+    return lambda _: told
+
+
 def _single(member: str, *tables: str) -> Callable[[Stats], Values]:
     def read(stats: Stats) -> Values:
         table = nested(stats, *tables)
@@ -416,6 +417,10 @@ def _by_pair(member: str) -> Callable[[Stats], Values]:
         for about, count in nested(stats, member).items()
         for tier, _, cause in [about.partition("/")]
     ]
+
+
+def _of_operations(member: str) -> Callable[[Stats], Values]:
+    return lambda stats: [((kind,), number(nested(stats, kind).get(member))) for kind in _LOOKUP.values]
 
 
 def _of_lookups(member: str) -> Callable[[Stats], Values]:
@@ -444,12 +449,19 @@ def _of_tiers(member: str) -> Callable[[Stats], Values]:
     ]
 
 
-def _tier_events(stats: Stats, members: Iterable[str]) -> Values:
-    for name in nested(stats, "tiers"):
-        events = nested(stats, "tiers", name, "events")
-        for member in members:
-            if member in events:
-                yield (name,), number(events[member])
+def _of_tier_events(members: Iterable[str]) -> Callable[[Stats], Values]:
+    def read(stats: Stats) -> Values:
+        for name in nested(stats, "tiers"):
+            events = nested(stats, "tiers", name, "events")
+            for member in members:
+                if member in events:
+                    yield (name,), number(events[member])
+
+    return read
+
+
+def _lower_zeros(*, only: str | None) -> Callable[[Stats], Iterable[tuple[str, ...]]]:
+    return lambda stats: [(name,) for name in _lower(stats) if only in (None, name)]
 
 
 def _of_record_space(member: str) -> Callable[[Stats], Values]:
@@ -458,6 +470,10 @@ def _of_record_space(member: str) -> Callable[[Stats], Values]:
         return [((), number(table[member]))] if member in table else []
 
     return read
+
+
+def _of_transfers(member: str) -> Callable[[Stats], Values]:
+    return lambda stats: [(about, number(told.get(member))) for about, told in _transfers(stats)]
 
 
 def _transfers(stats: Stats) -> Iterable[tuple[tuple[str, str], dict[str, object]]]:
