@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from weakref import WeakValueDictionary
 
+from kvstore.changes import CopyChange, CopyChanges
 from kvstore.errors import NamespaceNotOpen
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest
 from kvstore.layout import Part
@@ -179,6 +180,8 @@ class Directory:
         self._only_child: dict[str, Mapping[str, int]] = {tier: {tier: 1} for tier in certain_tiers}
         self.num_opened = 0
         """How often a namespace was opened that was not open."""
+        self.changes: CopyChanges | None = None
+        """Where changes of copies are noted, if anybody wants to know."""
 
     def open_namespace(
         self, namespace: Namespace, *, in_use: Callable[[], Set[NamespaceDigest]] = frozenset
@@ -189,7 +192,10 @@ class Directory:
         not ``in_use``.
         """
         digest = namespace.digest
-        self.num_opened += digest not in self._namespaces
+        if digest not in self._namespaces:
+            self.num_opened += 1
+            if self.changes is not None:
+                self.changes.opened.append(digest)
         self._namespaces[digest] = namespace
         self._namespaces.move_to_end(digest)
         if len(self._namespaces) > MAX_NAMESPACES:
@@ -351,6 +357,8 @@ class Directory:
         shelf.entries[key] = self._by_name[name] = entry
         shelf.fastest[key] = tier
         copy.is_counted = self._count_at_parent(entry, tier)
+        if self.changes is not None:
+            self.note_change(entry, tier, is_ready=True)
         return entry
 
     def use_bytes(self, shelf: Shelf, tier: str, num_blocks: int) -> None:
@@ -366,6 +374,8 @@ class Directory:
         else:
             copy.is_counted = known.is_counted
         entry.copies[tier] = copy
+        if self.changes is not None and copy.state is CopyState.READY:
+            self.note_change(entry, tier, is_ready=True)
         if entry.fastest is None and len(entry.copies) == 1:
             if copy.state is CopyState.READY and tier in self._certain_tiers:
                 entry.fastest = entry.shelf.fastest[entry.key] = tier
@@ -374,12 +384,17 @@ class Directory:
 
     def set_state(self, entry: BlockEntry, tier: str, state: CopyState) -> None:
         """Change the state of a copy that is there."""
+        was_ready = entry.copies[tier].state is CopyState.READY
         entry.copies[tier].state = state
+        if self.changes is not None and was_ready != (state is CopyState.READY):
+            self.note_change(entry, tier, is_ready=not was_ready)
         self._update_fastest(entry)
 
     def remove_copy(self, entry: BlockEntry, tier: str, gone: Gone | None = None) -> Copy:
         """Take an entry's copy in a tier away, and remember why if it was the last and a reason is given."""
         copy = entry.copies.pop(tier)
+        if self.changes is not None and copy.state is CopyState.READY:
+            self.note_change(entry, tier, is_ready=False)
         self._use_bytes(entry.shelf.namespace, tier, -entry.length_bytes)
         self._update_fastest(entry)
         if copy.is_counted:
@@ -388,6 +403,21 @@ class Directory:
             self.remember_gone(entry.name, gone)
         self.prune(entry)
         return copy
+
+    def note_change(self, entry: BlockEntry, tier: str, *, is_ready: bool) -> None:
+        """Have others told that a block may be served from a tier, or may not any more.
+
+        Of blocks that are stored in parts, the part with the first layer and the first head stands for all.
+        """
+        part = entry.shelf.part
+        if self.changes is not None and not part.layer_start and not part.head_start:
+            parent = entry.parent if entry.depth else None
+            self.changes.note(CopyChange(is_ready, tier, entry.shelf.namespace, entry.key, parent))
+
+    def entries_in(self, namespace: NamespaceDigest) -> list[BlockEntry]:
+        """Return the entries of all parts of a namespace."""
+        shelves = [shelf for (digest, _), shelf in self._shelves.items() if digest == namespace]
+        return [entry for shelf in shelves for entry in shelf.entries.values()]
 
     def prune(self, entry: BlockEntry) -> None:
         """Forget an entry that has no copies, no counted children, and that nobody holds."""

@@ -11,6 +11,27 @@ DELAY_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.
 
 
 @dataclass(slots=True)
+class EventCounters:
+    """What was told of blocks that came and went, and to how many ``listeners``."""
+
+    listeners: int = 0
+    batches: int = 0
+    blocks: int = 0
+    lost_blocks: int = 0
+    replays: int = 0
+
+    def as_dict(self) -> dict[str, object]:
+        """Return a JSON-ready copy."""
+        return {
+            "listeners": self.listeners,
+            "batches": self.batches,
+            "blocks": self.blocks,
+            "lost_blocks": self.lost_blocks,
+            "replays": self.replays,
+        }
+
+
+@dataclass(slots=True)
 class ServerCounters:
     """Counts since the start; part of the stats. ``open_connections`` are greeted clients of the socket now.
 
@@ -29,6 +50,7 @@ class ServerCounters:
     requests: Counter[str] = field(default_factory=Counter)
     loop_delay: Durations = field(default_factory=lambda: Durations(DELAY_BOUNDS_S))
     prefill_tokens_per_s: float = 0.0
+    events: EventCounters = field(default_factory=EventCounters)
 
     def as_dict(self) -> dict[str, object]:
         """Return a JSON-ready copy."""
@@ -46,6 +68,7 @@ class ServerCounters:
             "resident_bytes": resident_bytes(),
             "loop_delay": self.loop_delay.as_dict(),
             "prefill_tokens_per_s": self.prefill_tokens_per_s,
+            "events": self.events.as_dict(),
         }
 
 

@@ -354,6 +354,21 @@ def _server_metrics() -> Iterable[Metric]:
         _by("requests", "server"),
     )
     yield Metric(
+        "kvstore_events_listeners",
+        Kind.GAUGE,
+        "Publishers and HTTP streams that are told of changed blocks.",
+        (),
+        _single("listeners", "server", "events"),
+    )
+    for member, text in (
+        ("batches", "Batches of events told."),
+        ("blocks", "Changes of blocks told."),
+        ("lost_blocks", "Changes of blocks that found no room and were not told."),
+        ("replays", "Replays of events answered."),
+    ):
+        name = f"kvstore_events_{member}_total"
+        yield Metric(name, Kind.COUNTER, text, (), _single(member, "server", "events"))
+    yield Metric(
         "kvstore_process_resident_bytes",
         Kind.GAUGE,
         "Memory of the process that is resident, the arena included.",
