@@ -78,7 +78,9 @@ class EventFeed:
     async def _tell(self, changes: CopyChanges) -> None:
         """Tell what there is to tell now, giving way to others after each slice."""
         while len(changes):
-            self._hand_out(self._events(changes.take(_SLICE_BLOCKS)), changes.take_lost())
+            events, num_lost = self._events(changes.take(_SLICE_BLOCKS)), changes.take_lost()
+            if events or num_lost:
+                self._hand_out(events, num_lost)
             await asyncio.sleep(0)
         while changes.opened:
             # Blocks of an earlier run, whose namespace was not known when they were found.

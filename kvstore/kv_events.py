@@ -81,26 +81,16 @@ def events_of(
 
     Blocks that are stored are joined only where each is the child of the one before.
     """
-    runs: list[list[CopyChange]] = []
-    for change in changes:
-        if runs and _continues(runs[-1][-1], change):
-            runs[-1].append(change)
-        else:
-            runs.append([change])
-    return [
-        KvEvent(
-            first.is_ready,
-            MEDIUM_WORDS[media[first.tier]],
-            first.namespace,
-            [change.key for change in run],
-            first.parent,
-            block_tokens(first.namespace),
-        )
-        for run in runs
-        for first in run[:1]
-    ]
-
-
-def _continues(last: CopyChange, change: CopyChange) -> bool:
-    alike = (last.is_ready, last.tier, last.namespace) == (change.is_ready, change.tier, change.namespace)
-    return alike and (not change.is_ready or change.parent == last.key)
+    events: list[KvEvent] = []
+    about: tuple[bool, str, NamespaceDigest] | None = None
+    keys: list[BlockKey] = []
+    # One pass without calls: thousands of blocks may come at once.
+    for is_ready, tier, namespace, key, parent in changes:
+        if about == (is_ready, tier, namespace) and (not is_ready or parent == keys[-1]):
+            keys.append(key)
+            continue
+        keys = [key]
+        about = (is_ready, tier, namespace)
+        medium = MEDIUM_WORDS[media[tier]]
+        events.append(KvEvent(is_ready, medium, namespace, keys, parent, block_tokens(namespace)))
+    return events

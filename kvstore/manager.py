@@ -512,9 +512,9 @@ class BlockManager:
     def ready_copies(self, namespace: NamespaceDigest) -> Iterator[CopyChange]:
         """Yield the READY copies of a namespace that are certain, each as it is when it is yielded."""
         for entry in self._state.directory.entries_in(namespace):
-            parent = entry.parent if entry.depth else None
-            for tier in entry.residency():
-                yield CopyChange(True, tier, namespace, entry.key, parent)
+            about = entry.change_id
+            for tier in entry.residency() if about is not None else ():
+                yield CopyChange(True, tier, *about)
 
     def media(self) -> dict[str, Medium]:
         """Return what each tier is made of."""

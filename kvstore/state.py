@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.beliefs import Beliefs
-from kvstore.changes import CopyChange
 from kvstore.counters import Counters
 from kvstore.directory import BlockEntry, Copy, CopyState, Directory, Gone
 from kvstore.keys import NamespaceDigest
@@ -113,9 +112,7 @@ class State:
         """Have others told that a shared tier lost a block that it was believed to hold."""
         changes = self.directory.changes
         if changes is not None and name in self.beliefs[tier]:
-            block = BlockId.of_storage_key(name)
-            if not block.part.layer_start and not block.part.head_start:
-                changes.note(CopyChange(False, tier, block.namespace, block.key, None))
+            changes.note(False, tier, BlockId.of_storage_key(name))
 
     def deadline_s(self, timeout_s: float | None) -> float:
         """Return the instant a call that may take ``timeout_s`` (None: the default) must end at."""
@@ -201,8 +198,9 @@ class State:
             self.policies[tier].insert([entry.name])
             return
         beliefs = self.beliefs.setdefault(tier, Beliefs())
-        if self.directory.changes is not None and entry.name not in beliefs:
-            self.directory.note_change(entry, tier, is_ready=True)
+        changes = self.directory.changes
+        if changes is not None and entry.name not in beliefs:
+            changes.note(True, tier, entry)
         beliefs.note(entry.name)
         if tier in entry.copies:
             self.directory.remove_copy(entry, tier)
