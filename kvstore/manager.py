@@ -513,8 +513,8 @@ class BlockManager:
         """Yield the READY copies of a namespace that are certain, each as it is when it is yielded."""
         for entry in self._state.directory.entries_in(namespace):
             about = entry.change_id
-            for tier in entry.residency() if about is not None else ():
-                yield CopyChange(True, tier, *about)
+            if about is not None:
+                yield from (CopyChange(True, tier, *about) for tier in entry.residency())
 
     def media(self) -> dict[str, Medium]:
         """Return what each tier is made of."""
