@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from weakref import WeakValueDictionary
 
+from kvstore.changes import CopyChanges
 from kvstore.errors import NamespaceNotOpen
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest
 from kvstore.layout import Part
@@ -125,6 +126,12 @@ class BlockEntry:
         """Whether its READY copy in the tier may be taken: not kept, and no child there."""
         return self.is_ready(tier) and not self.is_kept and not self.children.get(tier)
 
+    @property
+    def change_id(self) -> tuple[NamespaceDigest, BlockKey, BlockKey | None] | None:
+        """See ``changes.Noted``: the part with the first layer and the first head stands for all parts."""
+        shelf = self.shelf
+        return (shelf.namespace, self.key, self.parent if self.depth else None) if shelf.is_first else None
+
     def residency(self) -> tuple[str, ...]:
         """Names of the tiers with a READY copy."""
         return tuple(name for name in self.copies if self.is_ready(name))
@@ -135,7 +142,7 @@ class Shelf:
     """The blocks of one part of one namespace. Of a stale one (an epoch that is over) none is served.
 
     ``fastest`` repeats what the entries say, for look-ups of thousands of keys at once. ``name_end`` is what
-    its storage keys have behind the block key.
+    its storage keys have behind the block key. ``is_first``: its part has the first layer and the first head.
     """
 
     namespace: NamespaceDigest
@@ -146,8 +153,10 @@ class Shelf:
     fastest: dict[BlockKey, str] = field(default_factory=dict)
     is_stale: bool = False
     name_end: bytes = b""
+    is_first: bool = True
 
     def __post_init__(self) -> None:
+        self.is_first = not self.part.layer_start and not self.part.head_start
         self.name_end = self.part.pack() + self.namespace
 
     def block(self, key: BlockKey) -> BlockId:
@@ -179,6 +188,8 @@ class Directory:
         self._only_child: dict[str, Mapping[str, int]] = {tier: {tier: 1} for tier in certain_tiers}
         self.num_opened = 0
         """How often a namespace was opened that was not open."""
+        self.changes: CopyChanges | None = None
+        """Where changes of copies are noted, if anybody wants to know."""
 
     def open_namespace(
         self, namespace: Namespace, *, in_use: Callable[[], Set[NamespaceDigest]] = frozenset
@@ -189,7 +200,10 @@ class Directory:
         not ``in_use``.
         """
         digest = namespace.digest
-        self.num_opened += digest not in self._namespaces
+        if digest not in self._namespaces:
+            self.num_opened += 1
+            if self.changes is not None:
+                self.changes.opened.append(digest)
         self._namespaces[digest] = namespace
         self._namespaces.move_to_end(digest)
         if len(self._namespaces) > MAX_NAMESPACES:
@@ -351,6 +365,8 @@ class Directory:
         shelf.entries[key] = self._by_name[name] = entry
         shelf.fastest[key] = tier
         copy.is_counted = self._count_at_parent(entry, tier)
+        if self.changes is not None:
+            self.changes.note(True, tier, entry)
         return entry
 
     def use_bytes(self, shelf: Shelf, tier: str, num_blocks: int) -> None:
@@ -366,6 +382,8 @@ class Directory:
         else:
             copy.is_counted = known.is_counted
         entry.copies[tier] = copy
+        if self.changes is not None and copy.state is CopyState.READY:
+            self.changes.note(True, tier, entry)
         if entry.fastest is None and len(entry.copies) == 1:
             if copy.state is CopyState.READY and tier in self._certain_tiers:
                 entry.fastest = entry.shelf.fastest[entry.key] = tier
@@ -374,12 +392,17 @@ class Directory:
 
     def set_state(self, entry: BlockEntry, tier: str, state: CopyState) -> None:
         """Change the state of a copy that is there."""
+        was_ready = entry.copies[tier].state is CopyState.READY
         entry.copies[tier].state = state
+        if self.changes is not None and was_ready != (state is CopyState.READY):
+            self.changes.note(not was_ready, tier, entry)
         self._update_fastest(entry)
 
     def remove_copy(self, entry: BlockEntry, tier: str, gone: Gone | None = None) -> Copy:
         """Take an entry's copy in a tier away, and remember why if it was the last and a reason is given."""
         copy = entry.copies.pop(tier)
+        if self.changes is not None and copy.state is CopyState.READY:
+            self.changes.note(False, tier, entry)
         self._use_bytes(entry.shelf.namespace, tier, -entry.length_bytes)
         self._update_fastest(entry)
         if copy.is_counted:
@@ -388,6 +411,11 @@ class Directory:
             self.remember_gone(entry.name, gone)
         self.prune(entry)
         return copy
+
+    def entries_in(self, namespace: NamespaceDigest) -> list[BlockEntry]:
+        """Return the entries of all parts of a namespace."""
+        shelves = [shelf for (digest, _), shelf in self._shelves.items() if digest == namespace]
+        return [entry for shelf in shelves for entry in shelf.entries.values()]
 
     def prune(self, entry: BlockEntry) -> None:
         """Forget an entry that has no copies, no counted children, and that nobody holds."""

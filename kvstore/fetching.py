@@ -60,7 +60,7 @@ class Fetcher:
         return self._matched(chain, *self._walk(shelf, chain, probed))
 
     def _matched(self, chain: PrefixChain, tiers: list[str], reason: MissReason | None) -> PrefixMatch:
-        self._state.counters.match.count(len(chain.keys), tiers, reason)
+        self._state.counters.match.count(len(chain.keys), tiers, reason, block_tokens=chain.block_tokens)
         return PrefixMatch(len(tiers), tuple(tiers), reason)
 
     def _leading_tiers(self, shelf: Shelf, chain: PrefixChain) -> list[str]:
@@ -102,7 +102,7 @@ class Fetcher:
             InvalidRequest: the namespace is not open.
         """
         entries = self._all_on_top(chain, part)
-        return self._granter.ready(owner, entries) if entries else None
+        return self._granter.ready(owner, entries, chain.block_tokens) if entries else None
 
     def fetch_leading_at_once(self, chain: PrefixChain, *, owner: Owner, part: Part | None = None) -> Fetched:
         """Lease the leading blocks of a chain that are READY in the top tier now, however few.
@@ -124,7 +124,7 @@ class Fetcher:
             InvalidRequest: the namespace is not open.
         """
         entries = self._all_on_top(chain, part)
-        return self._granter.seen(entries) if entries else None
+        return self._granter.seen(entries, chain.block_tokens) if entries else None
 
     async def fetch(
         self,
@@ -146,7 +146,9 @@ class Fetcher:
         deadline_s = state.deadline_s(timeout_s)
         shelf = state.directory.shelf(chain.namespace, part)
         if shelf.is_stale:
-            state.counters.fetch.count(len(chain), [], MissReason.OTHER_EPOCH)
+            state.counters.fetch.count(
+                len(chain), [], MissReason.OTHER_EPOCH, block_tokens=chain.block_tokens
+            )
             return Fetched((), None, MissReason.OTHER_EPOCH)
         on_top = self._all_on_top(chain, part)
         if on_top is not None:

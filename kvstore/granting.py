@@ -49,27 +49,29 @@ class Granter:
             entries, origins, reason = entries[:within], origins[:within], MissReason.QUOTA
         lease = self._grant(owner, entries)
         self._note_use(entries)
-        state.counters.fetch.count(len(chain), origins, reason)
+        state.counters.fetch.count(len(chain), origins, reason, block_tokens=chain.block_tokens)
         return Fetched(tuple(map(self._block, entries, origins)), lease, reason)
 
-    def ready(self, owner: Owner, entries: Sequence[BlockEntry]) -> ReadyCopies | None:
+    def ready(self, owner: Owner, entries: Sequence[BlockEntry], block_tokens: int) -> ReadyCopies | None:
         """Lease a chain that is READY in the top tier as a whole; None if it may not be leased."""
         if not self._state.leases.is_live(owner) or self._within_pin_budget(entries) < len(entries):
             return None
-        return self._found_on_top(entries, self._grant(owner, entries))
+        return self._found_on_top(entries, self._grant(owner, entries), block_tokens)
 
-    def seen(self, entries: Sequence[BlockEntry]) -> ReadyCopies:
+    def seen(self, entries: Sequence[BlockEntry], block_tokens: int) -> ReadyCopies:
         """Point to a chain that is READY in the top tier as a whole, and lease nothing; it is a use."""
-        return self._found_on_top(entries, None)
+        return self._found_on_top(entries, None, block_tokens)
 
-    def _found_on_top(self, entries: Sequence[BlockEntry], lease: LeaseId | None) -> ReadyCopies:
+    def _found_on_top(
+        self, entries: Sequence[BlockEntry], lease: LeaseId | None, block_tokens: int
+    ) -> ReadyCopies:
         top = self._state.top.name
         copies = [entry.copies[top] for entry in entries]
         for copy in copies:
             if copy.generation is None:
                 self._note_generation(copy)
         self._note_use(entries)
-        self._state.counters.fetch.count_hits(len(entries), top)
+        self._state.counters.fetch.count_hits(len(entries), top, block_tokens=block_tokens)
         return ReadyCopies(copies, entries[0].length_bytes, top, lease)
 
     def leading_on_top(
@@ -103,7 +105,8 @@ class Granter:
             return Fetched((), None, None)
         entries = [shelf.entries[key] for key in chain.keys[: len(blocks)]]
         self._note_use(entries)
-        self._state.counters.fetch.count_hits(len(entries), self._state.top.name)
+        top = self._state.top.name
+        self._state.counters.fetch.count_hits(len(entries), top, block_tokens=chain.block_tokens)
         return Fetched(blocks, lease, None)
 
     def renew(self, lease: LeaseId, owner: Owner) -> float:

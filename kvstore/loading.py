@@ -277,7 +277,7 @@ class Loader:
             logger.exception("%s: reading a batch of blocks failed", source.name)
             outcomes = [ReadOutcome(ReadStatus.UNAVAILABLE)] * len(batch)
         finally:
-            state.counters.transfer(source.name, state.top.name).seconds += state.clock() - started_s
+            state.counters.transfer(source.name, state.top.name).batches.note(state.clock() - started_s)
             self._settle(shelf, source, batch, outcomes)
 
     def _settle(

@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from kvstore.changes import CopyChange, CopyChanges
+from kvstore.closing import close_tiers
 from kvstore.departing import Departure
 from kvstore.directory import BlockEntry, Directory
 from kvstore.epoch_file import EpochFile
@@ -39,7 +41,7 @@ from kvstore.results import (
 from kvstore.space import Space
 from kvstore.state import ManagerSettings, State
 from kvstore.tenant import TenantId
-from kvstore.tier import Slot, SlotTier, Tier
+from kvstore.tier import CountingTier, Medium, Slot, SlotTier, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +51,6 @@ _SWEEP_S = 0.25
 _LAST_MOVES_S = 1.0
 """How long at least ``close`` waits for moves under way before it leaves them to their tier, which abandons
 them: what draining left of its time, if that is more."""
-
-_CLOSE_S = 5.0
-"""How long ``close`` waits for a tier to close before it leaves that to itself."""
 
 
 class BlockManager:
@@ -159,8 +158,8 @@ class BlockManager:
         if self._eraser is not None:
             patience_s = max(_LAST_MOVES_S, until_s - now_s())
             await asyncio.wait([asyncio.ensure_future(self._eraser.close())], timeout=patience_s)
-        await _close_all(self._state.lower)
-        await _close_all([self._state.top])
+        await close_tiers(self._state.lower)
+        await close_tiers([self._state.top])
 
     def open_namespace(self, namespace: Namespace, *, owner: Owner | None = None) -> NamespaceDigest:
         """Make a namespace known; needed before its chains are used. Idempotent. Returns its digest.
@@ -512,6 +511,21 @@ class BlockManager:
         """Wait until everything queued for the lower tiers is written; False if time ran out."""
         return await self._mover.flush(timeout_s=timeout_s)
 
+    def note_changes(self, changes: CopyChanges | None) -> None:
+        """Have every copy that becomes READY or goes noted there from now on; None: nowhere."""
+        self._state.directory.changes = changes
+
+    def ready_copies(self, namespace: NamespaceDigest) -> Iterator[CopyChange]:
+        """Yield the READY copies of a namespace that are certain, each as it is when it is yielded."""
+        for entry in self._state.directory.entries_in(namespace):
+            about = entry.change_id
+            if about is not None:
+                yield from (CopyChange(True, tier, *about) for tier in entry.residency())
+
+    def media(self) -> dict[str, Medium]:
+        """Return what each tier is made of."""
+        return {tier.name: tier.medium for tier in self._state.all_tiers()}
+
     def stats(self) -> dict[str, object]:
         """Return counters and occupancy, ready for JSON."""
         state = self._state
@@ -543,6 +557,7 @@ class BlockManager:
                 health = lower.health()
                 occupancy |= {"is_up": health.is_up, "reason": health.reason}
                 occupancy["queued_blocks"] = self._mover.queue_lengths().get(lower.name, 0)
+                occupancy["events"] = lower.counters if isinstance(lower, CountingTier) else {}
         return occupancy
 
     def _take_effect(self, entries: Sequence[BlockEntry], slots: Sequence[Slot]) -> None:
@@ -589,13 +604,3 @@ class BlockManager:
         entries, num_overdue = self._state.leases.expire(self._state.clock())
         self._state.counters.leases["expired"] += len(entries) + num_overdue
         self._take_effect(entries, ())
-
-
-async def _close_all(tiers: Sequence[SlotTier | Tier]) -> None:
-    """Close tiers at the same time, and leave those to themselves that take too long."""
-    closing = {asyncio.ensure_future(tier.close()): tier for tier in tiers}
-    if not closing:
-        return
-    _, late = await asyncio.wait(closing, timeout=_CLOSE_S)
-    for task in late:
-        logger.warning("%s: has not closed after %g s: abandoned", closing[task].name, _CLOSE_S)

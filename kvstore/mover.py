@@ -236,7 +236,7 @@ class Mover:
             written = await tier.write(requests, deadline_s=deadline_s) if requests else []
         statuses = [WriteStatus.REFUSED] * len(entries)
         transfer = state.counters.transfer(state.top.name, tier.name)
-        transfer.seconds += state.clock() - started_s
+        transfer.batches.note(state.clock() - started_s)
         for i, status in zip(good, written, strict=True):
             statuses[i] = status
             top_copies[i].checksum = sums[i]

@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Self
 from kvstore.assembly import Store, assemble
 from kvstore.config import Config
 from kvstore.config_sections import HttpConfig
-from kvstore.errors import ServerUnavailable
+from kvstore.errors import InvalidConfig, ServerUnavailable
+from kvstore.event_feed import EventFeed
 from kvstore.log_limit import limit_loop_errors
 from kvstore.server import StoreServer
+from kvstore.zmq_settings import ZmqSettings
 
 if TYPE_CHECKING:
     from kvstore.http import HttpFace
+    from kvstore.zmq_events import ZmqPublisher
 
 _JOIN_PATIENCE_S = 30.0
 
@@ -30,10 +33,14 @@ async def serving(
     *,
     socket_path: str | os.PathLike[str] | None = None,
     stay_awake: Callable[[float], None] | None = None,
+    prefill_tokens_per_s: float = 0.0,
+    events: ZmqSettings | None = None,
 ) -> AsyncIterator[StoreServer]:
     """Open the store a configuration describes and serve it, at ``socket_path`` if one is given.
 
-    ``stay_awake`` is told for how many seconds the loop should not go to sleep.
+    ``stay_awake`` is told for how many seconds the loop should not go to sleep. ``prefill_tokens_per_s`` is
+    the speed of the engines beside it, from which metrics estimate what hits saved (0: not estimated).
+    ``events`` says where it is published which blocks come and go.
 
     Raises:
         InvalidConfig: the socket or the configuration cannot be used.
@@ -47,7 +54,10 @@ async def serving(
         max_connections=config.server.max_connections,
         stay_awake=stay_awake,
     )
-    face = None if config.http is None else _http_face(config, config.http, store, server)
+    server.counters.prefill_tokens_per_s = prefill_tokens_per_s
+    feed = EventFeed(store.manager, server.counters.events)
+    publisher = None if events is None else _publisher(events, server)
+    face = None if config.http is None else _http_face(config, config.http, store, server, feed)
     async with contextlib.AsyncExitStack() as stack:
         # First the addresses: where another server has them, no folder of a tier is made or touched.
         stack.push_async_callback(server.stop)
@@ -56,10 +66,15 @@ async def serving(
             stack.push_async_callback(face.stop)
             await face.listen()
             server.http_url = face.url
+        if publisher is not None:
+            stack.callback(publisher.close)
+            publisher.open()
         stack.push_async_callback(store.manager.close)
         await store.manager.open()
         stack.push_async_callback(store.records.close)
         await store.records.open()
+        if publisher is not None:
+            await stack.enter_async_context(publisher.publishing(feed))
         stack.push_async_callback(server.stop)
         server.start(store.dram.arena.fd)
         if face is not None:
@@ -68,7 +83,21 @@ async def serving(
         yield server
 
 
-def _http_face(config: Config, http: HttpConfig, store: Store, server: StoreServer) -> "HttpFace":
+def _publisher(events: ZmqSettings, server: StoreServer) -> "ZmqPublisher":
+    try:
+        # Only a store that publishes needs ZeroMQ.
+        from kvstore.zmq_events import ZmqPublisher
+    except ModuleNotFoundError as error:
+        raise InvalidConfig(
+            "--events needs the package pyzmq: pip install 'tiered-kvstore[events]'"
+        ) from error
+
+    return ZmqPublisher(events, server.counters.events)
+
+
+def _http_face(
+    config: Config, http: HttpConfig, store: Store, server: StoreServer, feed: EventFeed
+) -> "HttpFace":
     # Only a store with such a section needs aiohttp.
     from kvstore.doors import Doors
     from kvstore.http import HttpFace, Limits
@@ -92,6 +121,7 @@ def _http_face(config: Config, http: HttpConfig, store: Store, server: StoreServ
         lease_s=config.store.lease_s,
         server_stats=server.counters.as_dict,
         records=store.records,
+        feed=feed,
     )
 
 

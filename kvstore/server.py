@@ -14,6 +14,7 @@ from kvstore.arena_view import open_read_only
 from kvstore.errors import InvalidRequest, OtherVersion, ProtocolMismatch, ServerUnavailable
 from kvstore.late_work import LateWork
 from kvstore.log_limit import LimitedWarning
+from kvstore.loop_delay import measure_loop_delay
 from kvstore.manager import BlockManager
 from kvstore.messages import (
     INSTANCE_BYTES,
@@ -74,6 +75,7 @@ class StoreServer:
         self._connections: set[Connection] = set()
         self._is_started = False
         self._is_stopping = False
+        self._measuring: asyncio.Task[None] | None = None
         self._late_work = LateWork()
         self._malformed = LimitedWarning(logger)
         self._refusals = LimitedWarning(logger)
@@ -104,6 +106,9 @@ class StoreServer:
         """
         self._arena_fd = arena_fd
         self._reading_fd = None if arena_fd is None else open_read_only(arena_fd)
+        self._measuring = asyncio.create_task(
+            measure_loop_delay(self.counters.loop_delay), name="server-loop-delay"
+        )
         self._is_started = True
 
     def serve_socket(self, sock: socket.socket) -> None:
@@ -128,6 +133,8 @@ class StoreServer:
     async def stop(self, *, drain_s: float = 5.0) -> None:
         """Stop listening, answer the requests under way for up to ``drain_s`` seconds, and disconnect."""
         self._is_stopping = True
+        if self._measuring is not None:
+            self._measuring.cancel()
         if self._accepting is not None:
             self._accepting.stop()
             self._accepting = None
@@ -206,16 +213,21 @@ class StoreServer:
             counters=self.counters,
             malformed=self._malformed,
             late_work=self._late_work,
-            on_end=self._connections.discard,
+            on_end=self._forget_connection,
             stay_awake=self._stay_awake,
         )
         self._connections.add(connection)
         self.counters.connections += 1
+        self.counters.open_connections = len(self._connections)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, sock)
         except OSError:
-            self._connections.discard(connection)
+            self._forget_connection(connection)
             sock.close()
+
+    def _forget_connection(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self.counters.open_connections = len(self._connections)
 
     def _refusal(self, sock: socket.socket) -> ServerUnavailable | None:
         _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
@@ -235,7 +247,7 @@ class StoreServer:
         if idle.idle_s <= _IDLE_S:
             return False
         self.counters.idle_ended += 1
-        self._connections.discard(idle)
+        self._forget_connection(idle)
         idle.abort()
         return True
 

@@ -13,7 +13,7 @@ from kvstore.keys import NamespaceDigest
 from kvstore.lease import LeaseTable
 from kvstore.miss import MissReason
 from kvstore.policy import EvictionPolicy
-from kvstore.tier import Slot, SlotTier, StorageKey, Tier
+from kvstore.tier import BlockId, Slot, SlotTier, StorageKey, Tier
 
 
 class WriteMode(enum.Enum):
@@ -105,7 +105,14 @@ class State:
     def forget_belief(self, name: StorageKey, tier: str) -> None:
         """A shared tier does not have a block after all."""
         if tier in self.beliefs:
+            self._tell_of_end(name, tier)
             self.beliefs[tier].forget(name)
+
+    def _tell_of_end(self, name: StorageKey, tier: str) -> None:
+        """Have others told that a shared tier lost a block that it was believed to hold."""
+        changes = self.directory.changes
+        if changes is not None and name in self.beliefs[tier]:
+            changes.note(False, tier, BlockId.of_storage_key(name))
 
     def deadline_s(self, timeout_s: float | None) -> float:
         """Return the instant a call that may take ``timeout_s`` (None: the default) must end at."""
@@ -190,7 +197,11 @@ class State:
             self.directory.set_copy(entry, tier, Copy(CopyState.READY))
             self.policies[tier].insert([entry.name])
             return
-        self.beliefs.setdefault(tier, Beliefs()).note(entry.name)
+        beliefs = self.beliefs.setdefault(tier, Beliefs())
+        changes = self.directory.changes
+        if changes is not None and entry.name not in beliefs:
+            changes.note(True, tier, entry)
+        beliefs.note(entry.name)
         if tier in entry.copies:
             self.directory.remove_copy(entry, tier)
 

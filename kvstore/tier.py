@@ -15,7 +15,7 @@ from typing import NamedTuple, NewType, Protocol, runtime_checkable
 
 from kvstore.checksum import checksum
 from kvstore.errors import CorruptBlock, InvalidLayout
-from kvstore.keys import BlockKey, Namespace, NamespaceDigest
+from kvstore.keys import KEY_BYTES, BlockKey, Namespace, NamespaceDigest
 from kvstore.layout import Part
 from kvstore.miss import MissReason
 
@@ -54,6 +54,18 @@ class BlockId(NamedTuple):
     def storage_key(self) -> StorageKey:
         """The name under which tiers file it."""
         return StorageKey(self.key + self.part.pack() + self.namespace)
+
+    @property
+    def change_id(self) -> tuple[NamespaceDigest, BlockKey, BlockKey | None] | None:
+        """See ``changes.Noted``."""
+        is_first = not self.part.layer_start and not self.part.head_start
+        return (self.namespace, self.key, None) if is_first else None
+
+    @classmethod
+    def of_storage_key(cls, name: StorageKey) -> "BlockId":
+        """Return the id that a name was made of."""
+        key, part, namespace = name[:KEY_BYTES], name[KEY_BYTES:-KEY_BYTES], name[-KEY_BYTES:]
+        return cls(NamespaceDigest(namespace), Part.unpack(part), BlockKey(key))
 
 
 _HEADER = struct.Struct("<4sHHI32s8s32s32s32sIQ")
@@ -331,6 +343,15 @@ class TierNews:
     found: Sequence[BlockHeader] = ()
     lost: Sequence[BlockHeader] = ()
     num_foreign: int = 0
+
+
+@runtime_checkable
+class CountingTier(Protocol):
+    """What a Tier is too that counts what happens in it."""
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Events so far, by names that are the tier's own."""
 
 
 @runtime_checkable

@@ -12,6 +12,7 @@ import kvstore
 from kvstore import errors
 from kvstore.cli import COMMANDS, command_parser
 from kvstore.config_reference import configuration_reference
+from kvstore.http.metrics import metrics_reference
 from kvstore.http.openapi import openapi_document
 from kvstore_engine_adapter.faces.parameters import TABLES, Parameter, Use
 
@@ -210,12 +211,22 @@ def _refused_parameter(parameter: Parameter) -> str:
     return f"`{parameter.name}`" + (f" ({values})" if values else "")
 
 
+def metrics_page() -> str:
+    """Return ``docs/metrics.md`` with its table of metrics; all else of it is written by hand."""
+    head, start, rest = (DOCS / "metrics.md").read_text(encoding="utf-8").partition("<!-- table -->\n")
+    _, end, tail = rest.partition("<!-- end -->")
+    if not start or not end:
+        raise LookupError("docs/metrics.md has no place for the table")
+    return f"{head}{start}{metrics_reference()}{end}{tail}"
+
+
 PAGES = {
     "cli.md": cli_reference,
     "configuration.md": configuration_reference,
     "python_api.md": api_reference,
     "openapi.json": openapi_page,
     "engine_api.md": engine_api_page,
+    "metrics.md": metrics_page,
 }
 
 

@@ -5,15 +5,20 @@ import asyncio
 import gc
 import json
 import logging
+import math
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 from kvstore.awake_selector import AwakeSelector
 from kvstore.config import Config, load_config
 from kvstore.core_dumps import become_undumpable, leave_no_core_file
+from kvstore.errors import InvalidConfig
+from kvstore.kv_events import HashForm
 from kvstore.log_limit import LimitedTracebacks
 from kvstore.running import serving
+from kvstore.zmq_settings import ZmqSettings
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -30,12 +35,70 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--json", action="store_true", help="print one JSON line when ready, and one when stopped"
     )
+    parser.add_argument(
+        "--prefill-tokens-per-s",
+        metavar="N",
+        type=_speed,
+        default=0.0,
+        help="speed of prefill of the engines beside the store, by which /metrics estimates the time that"
+        " hits save (default: no estimate)",
+    )
+    _add_event_options(parser)
     parser.set_defaults(run=run)
+
+
+def _add_event_options(parser: argparse.ArgumentParser) -> None:
+    options = parser.add_argument_group("where events are published")
+    options.add_argument(
+        "--events",
+        metavar="ENDPOINT",
+        help="publish there over ZeroMQ which blocks come and go, as vLLM does: tcp://HOST:PORT or ipc:///PATH"
+        " (default: nowhere)",
+    )
+    options.add_argument(
+        "--events-replay", metavar="ENDPOINT", default="", help="where missed events are asked for again"
+    )
+    options.add_argument(
+        "--events-topic", metavar="TEXT", default="", help="topic they are published under (default: empty)"
+    )
+    options.add_argument(
+        "--events-hashes",
+        choices=[form.value for form in (HashForm.INT, HashForm.BYTES)],
+        default=HashForm.INT.value,
+        help="how keys are told: their last 64 bits, or their 32 bytes",
+    )
+    options.add_argument(
+        "--events-keys",
+        metavar="FOLDER",
+        type=Path,
+        help="let in only clients with a CURVE certificate in its folder clients, and encrypt;"
+        " server.key_secret is the server's own. Needed beyond this machine",
+    )
+
+
+def _events(args: argparse.Namespace) -> ZmqSettings | None:
+    if args.events is None:
+        if args.events_replay or args.events_topic or args.events_keys:
+            raise InvalidConfig("--events-replay, --events-topic and --events-keys need --events")
+        return None
+    settings = ZmqSettings(
+        args.events, args.events_replay, args.events_topic, HashForm(args.events_hashes), args.events_keys
+    )
+    settings.check()
+    return settings
+
+
+def _speed(text: str) -> float:
+    speed = float(text)
+    if not 0 < speed < math.inf:
+        raise ValueError("not a speed")
+    return speed
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     config = load_config(args.config)
+    events = _events(args)
     # A core dump would hold prompts, passwords and the tenants' salts.
     leave_no_core_file()
     if config.encryption is not None:
@@ -48,17 +111,30 @@ def run(args: argparse.Namespace) -> int:
         LimitedTracebacks.installed(),
         asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner,
     ):
-        runner.run(_serve(config, stay_awake=selector.stay_awake, as_json=args.json))
+        runner.run(_serve(config, args, events, stay_awake=selector.stay_awake))
     return 0
 
 
-async def _serve(config: Config, *, stay_awake: Callable[[float], None], as_json: bool) -> None:
+async def _serve(
+    config: Config,
+    args: argparse.Namespace,
+    events: ZmqSettings | None,
+    *,
+    stay_awake: Callable[[float], None],
+) -> None:
+    as_json: bool = args.json
     loop = asyncio.get_running_loop()
     told_to_stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told_to_stop.set)
     socket_path = str(config.server.socket)
-    async with serving(config, socket_path=socket_path, stay_awake=stay_awake) as server:
+    async with serving(
+        config,
+        socket_path=socket_path,
+        stay_awake=stay_awake,
+        prefill_tokens_per_s=args.prefill_tokens_per_s,
+        events=events,
+    ) as server:
         # What is there by now stays: no collection looks at it again, which would take tens of milliseconds.
         gc.collect()
         gc.freeze()

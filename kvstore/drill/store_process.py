@@ -104,19 +104,30 @@ class StoreProcess:
         """Whether it was started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
-    def start(self, *, prefix: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> None:
-        """Start it and wait until it says that it is ready.
+    def start(
+        self,
+        *,
+        prefix: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+        more: Sequence[str] = (),
+    ) -> None:
+        """Start it and wait until it says that it is ready. ``more`` are further arguments of the command.
 
         Raises:
             PartFailed: it ended instead, or time ran out.
         """
-        self.launch(prefix=prefix, environ=environ)
+        self.launch(prefix=prefix, environ=environ, more=more)
         status = self.wait_ready()
         if status is not None:
             raise PartFailed(f"store: ended with status {status} at its start: {self.last_words()}")
 
     def launch(
-        self, *, prefix: Sequence[str] = (), environ: Mapping[str, str] | None = None, order: str = ""
+        self,
+        *,
+        prefix: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+        order: str = "",
+        more: Sequence[str] = (),
     ) -> None:
         """Start it without waiting. ``prefix`` is a command that executes the rest of its words.
 
@@ -124,7 +135,7 @@ class StoreProcess:
         """
         config = self.folder / "store.toml"
         config.write_text(self.settings.toml(self.socket_path), encoding="utf-8")
-        words = [*self._command(order), "serve", "--config", str(config), "--json"]
+        words = [*self._command(order), "serve", "--config", str(config), "--json", *more]
         with (self.folder / "store.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [*prefix, *guarded(words)],

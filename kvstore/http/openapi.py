@@ -184,6 +184,9 @@ def _good(route: Route) -> Json:
         return {"description": "Done.", "content": _json_content(route.result)}
     if route.name == "metrics":
         return {"description": "Prometheus text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+    if route.name == "events":
+        events = {"text/event-stream": {"schema": {"type": "string"}}}
+        return {"description": "Server-sent events, until timeout_s has passed.", "content": events}
     response: Json = {"description": "The payload."}
     if route.name == "fetch":
         response["description"] = f"{_FRAMED} {_FETCH_HEAD}"

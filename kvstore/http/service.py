@@ -14,6 +14,7 @@ from aiohttp import web
 
 from kvstore.auth import Identity, Tenancy
 from kvstore.errors import TimedOut
+from kvstore.event_feed import EventFeed
 from kvstore.http.body import Body, BodyRoom
 from kvstore.http.callers import Caller, Callers
 from kvstore.http.counters import HttpCounters
@@ -71,6 +72,7 @@ class HttpService:
     lease_s: float
     server_stats: Callable[[], Mapping[str, object]]
     gate_stats: Callable[[], Mapping[str, object]]
+    feed: EventFeed
     records: RecordStore = field(default_factory=lambda: RecordStore(None))
     clock: Callable[[], float] = time.monotonic
     counters: HttpCounters = field(default_factory=HttpCounters)

@@ -274,7 +274,7 @@ async def test_tiers_below_learn_of_uses_above_them():
 
 
 async def test_a_tier_that_never_closes_does_not_hold_up_the_end(monkeypatch):
-    monkeypatch.setattr("kvstore.manager._CLOSE_S", 0.01)
+    monkeypatch.setattr("kvstore.closing._CLOSE_S", 0.01)
     ssd = GatedTier("ssd")
     async with running(ssd) as store:
         await store.put(SPACE.chain(range(12)))

@@ -29,6 +29,7 @@ from kvstore.tier import (
     BlockHeader,
     BlockId,
     ChangingTier,
+    CountingTier,
     Medium,
     Probe,
     ReadOutcome,
@@ -149,8 +150,9 @@ class SealedTier:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Events so far: sealed, opened, broken_seals, unknown_keys, erased."""
-        return dict(self._counters)
+        """Events so far: sealed, opened, broken_seals, unknown_keys, erased; and the inner tier's."""
+        inner = self._inner.counters if isinstance(self._inner, CountingTier) else {}
+        return {**inner, **self._counters}
 
     def health(self) -> TierHealth:
         """Down without keys, else as the inner tier says."""

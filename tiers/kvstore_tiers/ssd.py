@@ -171,7 +171,9 @@ class SsdTier:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Events since open: corrupt, quarantined_bytes, io_faults, commits, full, not_admitted."""
+        """Events so far: corrupt, quarantined_bytes, written_bytes (slot padding included), io_faults,
+        breaker_opened, commits, full, not_admitted.
+        """
         return {**self._counters, "commits": self._index_changes.num_commits}
 
     @property
@@ -387,6 +389,7 @@ class SsdTier:
         self._counters["io_faults"] += len(found)
         self._index_changes.soon()
         if self._breaker.failed(found[0]):
+            self._counters["breaker_opened"] += 1
             _log.warning("%s: folder %s: not used for now: %s", self._name, self._folder, found[0])
 
     # Reading
@@ -483,6 +486,7 @@ class SsdTier:
             statuses[index] = outcome.status
             if outcome.status is WriteStatus.OK:
                 written.append((index, record))
+                self._counters["written_bytes"] += record.slot_bytes
             else:
                 self._slots.free([record.offset])
                 if outcome.status is WriteStatus.TIMED_OUT:

@@ -1,0 +1,93 @@
+"""GET /v1/events: which blocks came and went, as server-sent events, of the caller's namespaces alone."""
+
+import asyncio
+import json
+from collections import deque
+
+from aiohttp import web
+
+from kvstore.event_feed import EventBatch
+from kvstore.http.service import COMMON_HEADERS, Call, name_answer
+from kvstore.keys import NamespaceDigest
+from kvstore.kv_events import HashForm, KvEvent
+
+EVENTS_TYPE = "text/event-stream; charset=utf-8"
+
+_QUEUE_EVENTS = 4096
+"""Events that wait for one client; what comes beyond that is lost to it, and it is told so."""
+
+_HEARTBEAT_S = 5.0
+_LOOK_S = 0.25
+
+
+class Mailbox:
+    """Events on their way to one client; bounded."""
+
+    def __init__(self, call: Call, only: NamespaceDigest | None) -> None:
+        self._call = call
+        self._only = only
+        self._waiting: deque[KvEvent] = deque()
+        self._num_lost = 0
+        self.has_mail = asyncio.Event()
+
+    def take_in(self, batch: EventBatch) -> None:
+        """Keep what the caller may know of, as far as there is room."""
+        self._num_lost += batch.num_lost
+        for event in batch.events:
+            if not self._is_theirs(event.namespace):
+                continue
+            if len(self._waiting) < _QUEUE_EVENTS:
+                self._waiting.append(event)
+            else:
+                self._num_lost += len(event.keys)
+        if self._waiting or self._num_lost:
+            self.has_mail.set()
+
+    def _is_theirs(self, namespace: NamespaceDigest) -> bool:
+        if self._only is not None:
+            return namespace == self._only
+        service = self._call.service
+        return service.tenancy.admits(self._call.identity, service.manager.namespace(namespace))
+
+    def empty(self) -> bytes:
+        """Return what waits as server-sent events."""
+        self.has_mail.clear()
+        lines: list[str] = []
+        if self._num_lost:
+            lines.append(f"event: lost\ndata: {json.dumps({'blocks': self._num_lost})}\n\n")
+            self._num_lost = 0
+        while self._waiting:
+            event = self._waiting.popleft()
+            told = {"namespace": event.namespace.hex(), **event.as_map(HashForm.HEX)}
+            lines.append(f"data: {json.dumps(told)}\n\n")
+        return "".join(lines).encode()
+
+
+async def events(call: Call) -> web.StreamResponse:
+    """Tell of blocks that come and go, as server-sent events."""
+    service = call.service
+    only = None if call.values.text("namespace") is None else call.namespace().digest
+    response = web.StreamResponse(headers={**COMMON_HEADERS, "Content-Type": EVENTS_TYPE})
+    response.force_close()
+    name_answer(call.request, response)
+    mailbox = Mailbox(call, only)
+    until_s = None if call.timeout_s is None else service.clock() + call.timeout_s
+    beat_s = service.clock() + _HEARTBEAT_S
+    if call.request.method == "HEAD":
+        return response
+    with service.feed.listening(mailbox.take_in):
+        await response.prepare(call.request)
+        await response.write(b": events of blocks, as they happen\n\n")
+        while not service.is_draining and (until_s is None or service.clock() < until_s):
+            left_s = _LOOK_S if until_s is None else max(0.0, min(_LOOK_S, until_s - service.clock()))
+            try:
+                async with asyncio.timeout(left_s):
+                    await mailbox.has_mail.wait()
+            except TimeoutError:
+                if service.clock() < beat_s:
+                    continue
+            # To a client that takes nothing this is never over, and its connection is ended for that.
+            await response.write(mailbox.empty() or b": still here\n\n")
+            beat_s = service.clock() + _HEARTBEAT_S
+    await response.write_eof()
+    return response

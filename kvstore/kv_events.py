@@ -1,0 +1,96 @@
+"""KvEvents: runs of copies of one tier that became READY, or are gone; and the form that vLLM gives them.
+
+The form is that of vLLM's ``vllm.distributed.kv_events``: maps with a ``type``, in a batch that is an array
+of the time, the events and the rank. Of a store without engine there are no tokens to tell, as of vLLM's own
+offloading: ``token_ids`` is empty.
+"""
+
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvstore.changes import CopyChange
+from kvstore.keys import BlockKey, NamespaceDigest
+from kvstore.tier import Medium
+
+MEDIUM_WORDS: Mapping[Medium, str] = {
+    Medium.VRAM: "GPU",
+    Medium.DRAM: "CPU",
+    Medium.SSD: "STORAGE",
+    Medium.REMOTE: "EXTERNAL",
+    Medium.STORE: "EXTERNAL",
+}
+"""What vLLM calls the media; the last word is SGLang's, for what other nodes reach too."""
+
+_INT_BYTES = 8
+
+
+class HashForm(enum.Enum):
+    """How block keys are told: whole, or as vLLM does by default: their last 64 bits as an integer."""
+
+    BYTES = "bytes"
+    INT = "int"
+    HEX = "hex"
+
+    def of(self, key: BlockKey) -> bytes | int | str:
+        """Return a key in this form."""
+        if self is HashForm.BYTES:
+            return bytes(key)
+        return key.hex() if self is HashForm.HEX else int.from_bytes(key[-_INT_BYTES:], "big")
+
+
+@dataclass(frozen=True, slots=True)
+class KvEvent:
+    """Blocks of one namespace whose copies in one medium became READY (in chain order), or are gone."""
+
+    is_stored: bool
+    medium: str
+    namespace: NamespaceDigest
+    keys: Sequence[BlockKey]
+    parent: BlockKey | None
+    block_tokens: int
+
+    def as_map(self, form: HashForm) -> dict[str, object]:
+        """Return vLLM's BlockStored or BlockRemoved."""
+        hashes = [form.of(key) for key in self.keys]
+        if not self.is_stored:
+            return {"type": "BlockRemoved", "block_hashes": hashes, "medium": self.medium}
+        return {
+            "type": "BlockStored",
+            "block_hashes": hashes,
+            "parent_block_hash": None if self.parent is None else form.of(self.parent),
+            "token_ids": [],
+            "block_size": self.block_tokens,
+            "lora_id": None,
+            "medium": self.medium,
+            "lora_name": None,
+        }
+
+
+ALL_CLEARED: Mapping[str, object] = {"type": "AllBlocksCleared"}
+"""vLLM's event that nothing told before holds any more."""
+
+
+def events_of(
+    changes: Iterable[CopyChange],
+    *,
+    media: Mapping[str, Medium],
+    block_tokens: Callable[[NamespaceDigest], int],
+) -> list[KvEvent]:
+    """Join changes that follow each other, of one tier and namespace, into events.
+
+    Blocks that are stored are joined only where each is the child of the one before.
+    """
+    events: list[KvEvent] = []
+    about: tuple[bool, str, NamespaceDigest] | None = None
+    keys: list[BlockKey] = []
+    # One pass without calls: thousands of blocks may come at once.
+    for is_ready, tier, namespace, key, parent in changes:
+        if about == (is_ready, tier, namespace) and (not is_ready or parent == keys[-1]):
+            keys.append(key)
+            continue
+        keys = [key]
+        about = (is_ready, tier, namespace)
+        medium = MEDIUM_WORDS[media[tier]]
+        events.append(KvEvent(is_ready, medium, namespace, keys, parent, block_tokens(namespace)))
+    return events

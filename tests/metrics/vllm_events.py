@@ -1,0 +1,118 @@
+"""What vLLM's kv_events module declares of its events, and its way to decode and to ask for replays."""
+
+from typing import Any
+
+import msgspec
+import zmq
+
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    ts: float
+    events: list[Any]
+    data_parallel_rank: int | None = None
+
+
+class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    """A map that names its type."""
+
+
+class BlockStored(KVCacheEvent):
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+
+
+class BlockRemoved(KVCacheEvent):
+    block_hashes: list[bytes | int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(KVCacheEvent):
+    pass
+
+
+class KVEventBatch(EventBatch):
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+
+
+DECODER = msgspec.msgpack.Decoder(type=KVEventBatch)
+
+
+class Subscriber:
+    """A router that keeps its picture of who holds what, and fills gaps by asking for replays."""
+
+    def __init__(self, endpoint, replay=None, *, topic=b"", curve=None):
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.SUB)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self._replay = replay
+        self._curve = curve
+        if curve:
+            self._secure(self.socket)
+        self.socket.connect(endpoint)
+        self.socket.setsockopt(zmq.SUBSCRIBE, topic)
+        self.holders = {}  # block -> media
+        self.numbers = []
+        self.batches = []
+
+    def _secure(self, sock):
+        sock.curve_serverkey, sock.curve_publickey, sock.curve_secretkey = self._curve
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.socket.close()
+        self._context.term()
+
+    def receive(self, timeout_s=0.2):
+        """Take in what came; False if nothing did in time."""
+        if not self.socket.poll(int(timeout_s * 1000)):
+            return False
+        _, number, payload = self.socket.recv_multipart()
+        self.take_in(int.from_bytes(number, "big"), payload)
+        return True
+
+    def take_in(self, number, payload):
+        batch = DECODER.decode(payload)
+        self.numbers.append(number)
+        self.batches.append(batch)
+        for event in batch.events:
+            match event:
+                case AllBlocksCleared():
+                    self.holders.clear()
+                case BlockStored():
+                    for block in event.block_hashes:
+                        self.holders.setdefault(block, set()).add(event.medium)
+                case BlockRemoved():
+                    for block in event.block_hashes:
+                        self.holders.get(block, set()).discard(event.medium)
+
+    def replayed(self, start, timeout_s=30):
+        """Return the batches from a number on that the publisher still has."""
+        sock = self._context.socket(zmq.DEALER)
+        sock.setsockopt(zmq.LINGER, 0)
+        if self._curve:
+            self._secure(sock)
+        sock.connect(self._replay)
+        found = []
+        try:
+            sock.send_multipart([b"", start.to_bytes(8, "big")])
+            while sock.poll(int(timeout_s * 1000)):
+                empty, _, number, payload = sock.recv_multipart()
+                assert empty == b""
+                if number == END_OF_REPLAY:
+                    return found
+                found.append((int.from_bytes(number, "big"), payload))
+        finally:
+            sock.close()
+        raise AssertionError("a replay without an end")
