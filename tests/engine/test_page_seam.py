@@ -5,10 +5,9 @@ The CUDA sources run here under g++ (as in tests/kernels); ``-m gpu`` runs them 
 
 import itertools
 import math
-import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -20,24 +19,12 @@ from kvstore_engine_adapter.cpu_page_ops import CpuPageOps, cpu_page_ops_for
 from kvstore_engine_adapter.kernel_page_ops import KernelPageOps
 from kvstore_engine_adapter.page_pool import PagePool
 from kvstore_kernels import PagedKernels, open_kernels
-from kvstore_kernels.attention_builds import combine_spec, decode_build, prefill_build
-from kvstore_kernels.cuda_headers import CudaHeadersMissing, find_cuda_headers
-from kvstore_kernels.kernels import LaunchedKernels, ReferenceKernels
-from kvstore_kernels.moves import copy_spec, write_spec
+from kvstore_kernels.kernels import ReferenceKernels
 from tests.engine.conftest import CPU
-from tests.kernels.emulator import EmulatedRunner, find_compiler, start_build
-from tests.kernels.specs import H200
 
 LAYERS, KV_HEADS, HEADS, HEAD_DIM, PAGES = 2, 2, 6, 64, 40
 DTYPE = torch.bfloat16
 SPLIT_TOKENS = 64
-SPECS = [
-    decode_build(DTYPE, DTYPE, HEAD_DIM, H200).spec,
-    prefill_build(DTYPE, DTYPE, HEAD_DIM).spec,
-    combine_spec(DTYPE, HEAD_DIM),
-    write_spec(16),
-    copy_spec(16),
-]
 TOLERANCE = 4 * (torch.finfo(DTYPE).eps + 5e-5)
 """Weights and results are rounded to bfloat16 once each, by half a unit of values that stay below 4; and the
 scores' float32 sums move a weight by some 1e-5."""
@@ -74,28 +61,6 @@ def with_kernels(kernels: PagedKernels, device: torch.device = CPU, *, decodes_a
         )
 
     return Seam(make)
-
-
-@pytest.fixture(scope="session")
-def emulated(pytestconfig: pytest.Config) -> Iterator[LaunchedKernels]:
-    try:
-        headers = find_cuda_headers()
-    except CudaHeadersMissing as error:
-        not_possible(str(error))
-    if find_compiler() is None:
-        not_possible("no g++ found: apt-get install g++")
-    build = start_build(SPECS, "plain", headers, pytestconfig.rootpath / ".cache" / "kernels")
-    runner = EmulatedRunner(build)
-    yield LaunchedKernels(runner)
-    runner.close()
-    build.stop()
-
-
-def not_possible(reason: str) -> None:
-    """Skip, but not in CI: there everything that this needs is installed."""
-    if os.environ.get("CI") == "true":
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 def cuda_seam(*, decodes_apart: bool = False) -> Seam:
@@ -141,7 +106,7 @@ def seam_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         case "reference":
             return with_kernels(ReferenceKernels())
         case "emulated":
-            return with_kernels(request.getfixturevalue("emulated"))
+            return with_kernels(request.getfixturevalue("emulated_kernels"))
         case _:
             return cuda_seam()
 
@@ -153,7 +118,7 @@ def fast_seam(request: pytest.FixtureRequest) -> Seam:
         case "reference":
             return with_kernels(ReferenceKernels(), decodes_apart=True)
         case "emulated":
-            return with_kernels(request.getfixturevalue("emulated"), decodes_apart=True)
+            return with_kernels(request.getfixturevalue("emulated_kernels"), decodes_apart=True)
         case _:
             return cuda_seam(decodes_apart=True)
 
@@ -189,7 +154,7 @@ def sequences_of(lengths: list[int], block_tokens: int, seed: int) -> list[Seque
 def run_pass(
     pool: PagePool, ops: PageOps, parts: list[tuple[Sequence, int, int]], *, layer: int = 1, padding: int = 3
 ) -> list[torch.Tensor]:
-    """Write and attend (sequence, start, stop) in one pass; results ``[rows, heads, head_dim]`` on the CPU."""
+    """Write and attend (sequence, start, stop) in one pass; returns ``[rows, heads, head_dim]`` each."""
     step = ops.begin([sequence.segment(start, stop) for sequence, start, stop in parts])
     queries, keys, values = (
         torch.cat([*(getattr(sequence, name)[start:stop] for sequence, start, stop in parts), filler])
