@@ -59,6 +59,7 @@ class Bench:
     address: str
     length: int
     answer_tokens: int
+    reused_blocks: Sequence[int]
     numbers: random.Random
 
     @contextlib.asynccontextmanager
@@ -128,7 +129,7 @@ async def measure(bench: Bench, repeats: int) -> dict[str, object]:
         say(f"nothing reused: {ratios(new)}")
         writer = await stack.enter_async_context(bench.engine(has_store=True))
         reused = []
-        for blocks in _REUSED_BLOCKS:
+        for blocks in bench.reused_blocks:
             pairs = []
             for _ in range(max(3, repeats // 4)):
                 prompt = bench.prompt(bench.length)
@@ -157,6 +158,9 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=400)
     parser.add_argument("--answer-tokens", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument(
+        "--reused-blocks", type=int, nargs="*", default=_REUSED_BLOCKS, help="blocks stored before"
+    )
     parser.add_argument("--dtype", choices=sorted(TORCH_DTYPES), default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", action="store_true")
@@ -168,7 +172,12 @@ def main() -> int:
         store = ServedStore(Path(name), _DRAM_BYTES)
         try:
             bench = Bench(
-                model, str(store.socket_path), args.prompt_tokens, args.answer_tokens, random.Random(5)
+                model=model,
+                address=str(store.socket_path),
+                length=args.prompt_tokens,
+                answer_tokens=args.answer_tokens,
+                reused_blocks=[blocks for blocks in args.reused_blocks if blocks < args.prompt_tokens // 16],
+                numbers=random.Random(5),
             )
             report = asyncio.run(measure(bench, args.repeats))
         finally:

@@ -90,7 +90,9 @@ class _Lane:
     def __init__(self, pages: torch.Tensor, blocks: int) -> None:
         self._lock = threading.Lock()
         self._blocks = torch.empty(blocks, *pages.shape[1:], dtype=pages.dtype, device=pages.device)
-        self._stream = torch.cuda.Stream(pages.device) if pages.is_cuda else None
+        self._stream: torch.cuda.Stream | None = None
+        if pages.is_cuda:
+            self._stream = torch.cuda.Stream(pages.device)  # type: ignore[no-untyped-call]  # torch's own
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
