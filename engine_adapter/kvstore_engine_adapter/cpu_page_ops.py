@@ -39,12 +39,12 @@ class _Call(ctypes.Structure):
     )
 
 
-def cpu_page_ops_for(pool: PagePool, *, num_heads: int, folder: Path | None) -> PageOps:
-    """Return the quickest operations on a pool in host memory; ``folder`` keeps what is compiled.
+def page_ops_for(pool: PagePool, *, num_heads: int, folder: Path | None) -> PageOps:
+    """Return the quickest operations there are for a pool; ``folder`` keeps what is compiled (None: nothing).
 
     Blocks for seconds where something is compiled.
     """
-    if folder is None or pool.layout.head_dim not in HEAD_DIMS:
+    if folder is None or pool.device.type != "cpu" or pool.layout.head_dim not in HEAD_DIMS:
         return TorchPageOps(pool, num_heads=num_heads)
     library = load_library(SOURCE, folder)
     if library is None:

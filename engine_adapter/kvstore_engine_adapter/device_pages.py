@@ -8,8 +8,8 @@ import torch
 
 from kvstore.errors import InvalidLayout
 from kvstore.layout import KVLayout
-from kvstore_engine_adapter.attention import PageOps, TorchPageOps
-from kvstore_engine_adapter.cpu_page_ops import cpu_page_ops_for
+from kvstore_engine_adapter.attention import PageOps
+from kvstore_engine_adapter.cpu_page_ops import page_ops_for
 from kvstore_engine_adapter.kernel_page_ops import KernelPageOps
 from kvstore_engine_adapter.page_pool import TORCH_DTYPES, PagePool
 from kvstore_kernels import KernelsUnavailable, PagedKernels, open_kernels
@@ -51,7 +51,7 @@ def kernels_for(
         return None
 
 
-def page_ops_for(
+def ops_on(
     pool: PagePool,
     *,
     num_heads: int,
@@ -69,6 +69,4 @@ def page_ops_for(
             num_heads=num_heads,
             decodes_apart=backend is not AttentionBackend.EXACT,
         )
-    if pool.device.type == "cpu":
-        return cpu_page_ops_for(pool, num_heads=num_heads, folder=folder)
-    return TorchPageOps(pool, num_heads=num_heads)
+    return page_ops_for(pool, num_heads=num_heads, folder=folder)

@@ -20,7 +20,7 @@ from kvstore.outlasting import outlast
 from kvstore.tier import Slot, Tier
 from kvstore_engine_adapter.adapter import manager_over
 from kvstore_engine_adapter.attention import PageOps
-from kvstore_engine_adapter.device_pages import AttentionBackend, kernels_for, page_ops_for
+from kvstore_engine_adapter.device_pages import AttentionBackend, kernels_for, ops_on
 from kvstore_engine_adapter.engine_loop import EngineLoop
 from kvstore_engine_adapter.generation import EngineBusy, EngineClosed, Finished, GenerateRequest
 from kvstore_engine_adapter.live_request import Event
@@ -274,7 +274,7 @@ class PagedEngine:
             ) from error
         forward_model = LlamaModel(self._model.config, self._model.weights, max_tokens=self._context_tokens)
         num_heads = self._model.config.num_heads
-        ops = page_ops_for(pool, num_heads=num_heads, folder=folder, backend=backend)
+        ops = ops_on(pool, num_heads=num_heads, folder=folder, backend=backend)
         policy = LoadPolicy(settings.block_tokens, self._layout.block_bytes)
         spare = [Slot(number) for number in range(num_slots, num_pages)]
         supply = BlockSupply(None, num_slots, policy, spare, settings.waits, self._clock)

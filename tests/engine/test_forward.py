@@ -8,8 +8,7 @@ import torch
 
 from kvstore.layout import KVLayout
 from kvstore_engine_adapter.attention import Segment, TorchPageOps
-from kvstore_engine_adapter.cpu_page_ops import CpuPageOps
-from kvstore_engine_adapter.device_pages import page_ops_for
+from kvstore_engine_adapter.cpu_page_ops import CpuPageOps, page_ops_for
 from kvstore_engine_adapter.exact_rows import cancelling_product, exact_row_counts
 from kvstore_engine_adapter.llama import LlamaModel
 from kvstore_engine_adapter.model import load_model

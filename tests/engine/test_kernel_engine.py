@@ -8,7 +8,7 @@ import torch
 
 from kvstore.testing import MemoryTier
 from kvstore_engine_adapter.device_memory import DeviceMemory, blocks_in, pass_bytes
-from kvstore_engine_adapter.device_pages import AttentionBackend, kernels_for, page_ops_for
+from kvstore_engine_adapter.device_pages import AttentionBackend, kernels_for, ops_on
 from kvstore_engine_adapter.generation import Finished, GenerateRequest, Token
 from kvstore_engine_adapter.kernel_page_ops import KernelPageOps
 from kvstore_engine_adapter.model import load_model
@@ -107,9 +107,7 @@ def test_a_cpu_has_no_paged_kernels_and_kernels_are_used_as_the_backend_says(tin
     layout = layout_of(tiny_bf16, 16)
     assert kernels_for(layout, CPU, AttentionBackend.EXACT, None) is None
     pool = PagePool(layout, 4, CPU, kernels=ReferenceKernels())
-    ops = {
-        backend: page_ops_for(pool, num_heads=4, folder=None, backend=backend) for backend in AttentionBackend
-    }
+    ops = {backend: ops_on(pool, num_heads=4, folder=None, backend=backend) for backend in AttentionBackend}
     assert all(isinstance(each, KernelPageOps) for each in ops.values())
     assert [ops[backend].decodes_apart for backend in AttentionBackend] == [False, True, True]
 

@@ -15,7 +15,7 @@ import torch
 
 from kvstore.layout import KVLayout
 from kvstore_engine_adapter.attention import PageOps, Segment, TorchPageOps
-from kvstore_engine_adapter.cpu_page_ops import CpuPageOps, cpu_page_ops_for
+from kvstore_engine_adapter.cpu_page_ops import CpuPageOps, page_ops_for
 from kvstore_engine_adapter.kernel_page_ops import KernelPageOps
 from kvstore_engine_adapter.page_pool import PagePool
 from kvstore_kernels import PagedKernels, open_kernels
@@ -73,7 +73,7 @@ def cuda_seam(*, decodes_apart: bool = False) -> Seam:
 def cpu_seam(folder) -> Seam:
     def make(block_tokens: int) -> tuple[PagePool, PageOps]:
         pool = PagePool(layout_of(block_tokens), PAGES, CPU)
-        ops = cpu_page_ops_for(pool, num_heads=HEADS, folder=folder)
+        ops = page_ops_for(pool, num_heads=HEADS, folder=folder)
         assert isinstance(ops, TorchPageOps if folder is None else CpuPageOps)
         return pool, ops
 
