@@ -43,12 +43,20 @@ def kernels_for(
         return None
     try:
         check_head_dim(layout.head_dim, dtype)
-        return open_kernels(
+        kernels = open_kernels(
             device, cache_dir=folder, prefers_flashinfer=backend is AttentionBackend.FLASHINFER
         )
-    except (InvalidLayout, KernelsUnavailable) as error:
+        _try(kernels, device)
+        return kernels
+    except (ImportError, InvalidLayout, KernelsUnavailable) as error:  # ImportError: no CuPy
         logger.warning("engine: the CUDA kernels cannot run, torch does their work, slower: %s", error)
         return None
+
+
+def _try(kernels: PagedKernels, device: torch.device) -> None:
+    """Copy a small page: a missing compiler shows only when a kernel is first launched."""
+    pages = torch.zeros(1, 1, 2, 1, 1, 8, dtype=torch.bfloat16, device=device)
+    kernels.gather_blocks(pages, torch.zeros(1, dtype=torch.int64, device=device), torch.empty_like(pages))
 
 
 def ops_on(

@@ -6,6 +6,7 @@ import contextlib
 import pytest
 import torch
 
+from kvstore.layout import KVLayout
 from kvstore.testing import MemoryTier
 from kvstore_engine_adapter.device_memory import DeviceMemory, blocks_in, pass_bytes
 from kvstore_engine_adapter.device_pages import AttentionBackend, kernels_for, ops_on
@@ -14,6 +15,7 @@ from kvstore_engine_adapter.kernel_page_ops import KernelPageOps
 from kvstore_engine_adapter.model import load_model
 from kvstore_engine_adapter.page_pool import PagePool
 from kvstore_engine_adapter.paged_engine import EngineSettings, PagedEngine, layout_of
+from kvstore_kernels import KernelsUnavailable
 from kvstore_kernels.kernels import ReferenceKernels
 from tests.engine.conftest import CPU
 
@@ -112,15 +114,20 @@ def test_a_cpu_has_no_paged_kernels_and_kernels_are_used_as_the_backend_says(tin
     assert [ops[backend].decodes_apart for backend in AttentionBackend] == [False, True, True]
 
 
-def test_a_device_without_kernels_is_served_by_torch(tiny_f32, monkeypatch, caplog):
-    cuda = torch.device("cuda", 0)
-    float32 = layout_of(tiny_f32, 16)
-    assert kernels_for(float32, cuda, AttentionBackend.EXACT, None) is None
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a CUDA device")
-    half = type(float32)("float16", 2, 16, 2, 64)
-    assert kernels_for(half, cuda, AttentionBackend.EXACT, None) is None
-    assert "the CUDA kernels cannot run" in caplog.text
+@pytest.mark.parametrize("error", [ImportError("no cupy"), KernelsUnavailable("no driver")])
+def test_a_device_on_which_kernels_cannot_run_is_served_by_torch(monkeypatch, caplog, error):
+    def failing(*_, **__):
+        raise error
+
+    monkeypatch.setattr("kvstore_engine_adapter.device_pages.open_kernels", failing)
+    half = KVLayout("float16", 2, 16, 2, 64)
+    assert kernels_for(half, torch.device("cuda", 0), AttentionBackend.EXACT, None) is None
+    assert f"the CUDA kernels cannot run, torch does their work, slower: {error}" in caplog.text
+
+
+@pytest.mark.parametrize("layout", [KVLayout("float32", 2, 16, 2, 64), KVLayout("float16", 2, 16, 2, 60)])
+def test_what_the_kernels_do_not_take_is_served_by_torch(layout):
+    assert kernels_for(layout, torch.device("cuda", 0), AttentionBackend.EXACT, None) is None
 
 
 def test_the_tier_takes_what_the_share_leaves_beside_model_passes_and_spare_pages():
