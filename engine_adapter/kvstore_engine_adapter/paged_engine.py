@@ -30,6 +30,9 @@ from kvstore_engine_adapter.model import LoadedModel
 from kvstore_engine_adapter.page_pool import TORCH_DTYPES, PagePool
 from kvstore_engine_adapter.request_blocks import BlockSupply, Waits
 from kvstore_engine_adapter.scheduler import Phase, SchedulerLimits
+from kvstore_engine_adapter.tensor_parallel.group_tier import GroupTier, GroupVramTier, LentSlots
+from kvstore_engine_adapter.tensor_parallel.leading_worker import LeadingWorker, RankSums
+from kvstore_engine_adapter.tensor_parallel.rank_group import RankGroup
 from kvstore_engine_adapter.worker import ForwardWorker
 
 logger = logging.getLogger(__name__)
@@ -78,6 +81,10 @@ class PagedEngine:
 
     Everything but the passes runs on one event loop. A request that is cancelled or whose consumer closes
     the generator leaves after the pass under way, and gives back all its slots.
+
+    ``model`` may be rank 0's share, with the ``group`` of ranks that have the others: started, and loaded
+    with the same model. ``lower`` is then a tier over the store that the group's followers use. When the
+    group is lost, the engine answers nothing any more: every request ends with RankLost.
     """
 
     def __init__(
@@ -86,17 +93,23 @@ class PagedEngine:
         settings: EngineSettings | None = None,
         *,
         lower: Sequence[Tier] = (),
+        group: RankGroup | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        assert model.shard.size == (1 if group is None else group.size), "a share of another number of ranks"
         self._model = model
         self._settings = settings or EngineSettings()
-        self._lower = tuple(lower)
+        self._group = group
+        self._lent = LentSlots()
+        self._lower: tuple[Tier, ...] = tuple(lower)
+        if group is not None:
+            self._lower = tuple(GroupTier(tier, group, self._lent) for tier in lower)
         self._clock = clock
         self._layout = layout_of(model, self._settings.block_tokens)
         self._namespace = Namespace(
             model=model.config.name,
             layout=self._layout,
-            weights=model.digest,
+            weights=model.shard.weights_name(model.digest),
             rope=model.config.rope.describe(),
             tenant_salt=self._settings.tenant_salt,
             epoch=self._settings.epoch,
@@ -156,13 +169,14 @@ class PagedEngine:
         Raises:
             InvalidConfig: the page memory cannot be had.
             TierUnavailable: a lower tier cannot be opened.
+            RankLost: another rank has ended, or cannot do the same.
         """
         assert self._running is None, "the engine is open"
         running = self._running = await asyncio.to_thread(self._start)
         try:
             loop = running.loop = await self._prepare(running)
             if self._settings.is_reusing:
-                manager = manager_over(self, self._lower)
+                manager = manager_over(self, self._lower, top=self._top(running.pool))
                 await manager.open()
                 running.supply.manager = manager
         except BaseException:
@@ -171,8 +185,15 @@ class PagedEngine:
             raise
         running.task = asyncio.create_task(loop.run(), name="engine-loop")
 
+    def _top(self, pool: PagePool) -> GroupVramTier | None:
+        return None if self._group is None else GroupVramTier(pool, self.num_page_slots, lent=self._lent)
+
     async def _prepare(self, running: "_Running") -> EngineLoop:
         settings, model = self._settings, running.forward_model
+        if isinstance(running.worker, LeadingWorker):
+            await running.worker.meet(
+                block_tokens=settings.block_tokens, compiled_folder=settings.compiled_folder
+            )
         step_tokens = max(settings.max_num_seqs, _step_tokens(settings, running.pool.device))
         running.supply.policy.prefill = await running.worker.prepare(
             running.supply.spare, max_rows=step_tokens, max_head_rows=settings.max_num_seqs
@@ -259,18 +280,25 @@ class PagedEngine:
         num_pages = num_slots + num_private
         _refuse_more_than_memory((num_pages + 1) * self._layout.block_bytes, device)
         try:
-            pool = PagePool(self._layout, num_pages, device)
+            pool = PagePool(self._model.shard.pages_of(self._layout), num_pages, device)
         except (RuntimeError, MemoryError, OSError) as error:
             raise InvalidConfig(
                 f"engine: {num_pages} KV pages of {self._layout.block_bytes} bytes cannot be had: "
                 "lower the number of blocks or the model length"
             ) from error
-        forward_model = LlamaModel(self._model.config, self._model.weights, max_tokens=self._context_tokens)
-        ops = page_ops_for(pool, num_heads=self._model.config.num_heads, folder=settings.compiled_folder)
-        policy = LoadPolicy(settings.block_tokens, self._layout.block_bytes)
+        config = self._model.shard.config_of(self._model.config)
+        sums = None if self._group is None else RankSums()
+        forward_model = LlamaModel(
+            config, self._model.weights, max_tokens=self._context_tokens, rank_sum=sums
+        )
+        ops = page_ops_for(pool, num_heads=config.num_heads, folder=settings.compiled_folder)
+        policy = LoadPolicy(settings.block_tokens, pool.page_bytes)
         spare = [Slot(number) for number in range(num_slots, num_pages)]
         supply = BlockSupply(None, num_slots, policy, spare, settings.waits, self._clock)
         worker = ForwardWorker(forward_model, pool, ops)
+        if self._group is not None and sums is not None:
+            supply.part = self._model.shard.part_of(self._layout)
+            worker = LeadingWorker(forward_model, pool, ops, self._group, sums)
         return _Running(forward_model, ops, pool, worker, supply)
 
     def _require_running(self) -> "_Running":
