@@ -8,15 +8,19 @@ depend on the ranks' rows alone, never on the rows beside it, and are the same o
 
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as distributed
 
 from kvstore_engine_adapter.shard import Shard
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
 
 class Collective:
-    """The ranks of one engine, joined. Used by one thread."""
+    """The ranks of one engine, joined; not torch's default group. Used by one thread."""
 
     def __init__(self, group: distributed.ProcessGroup, shard: Shard) -> None:
         self._group = group
@@ -32,11 +36,22 @@ class Collective:
         Raises:
             RuntimeError: the others did not come, or cannot be reached.
         """
-        store = distributed.FileStore(str(rendezvous), shard.size)
-        store.set_timeout(timedelta(seconds=patience_s))
+        patience = timedelta(seconds=patience_s)
+        store = distributed.FileStore(str(rendezvous), shard.size)  # type: ignore[attr-defined]  # re-exported
+        store.set_timeout(patience)
+        group = distributed.ProcessGroup(store, shard.rank, shard.size)
+        kinds = distributed.ProcessGroup.BackendType
         if device.type == "cuda":
-            return cls(_nccl(store, shard, patience_s), shard)
-        return cls(_gloo(store, shard, patience_s), shard)
+            options = distributed.ProcessGroupNCCL.Options()
+            options._timeout = patience
+            nccl = distributed.ProcessGroupNCCL(store, shard.rank, shard.size, options)
+            group._set_default_backend(kinds.NCCL)
+            group._register_backend(device, kinds.NCCL, nccl)
+        else:
+            gloo = _gloo(store, shard, patience)
+            group._set_default_backend(kinds.GLOO)
+            group._register_backend(device, kinds.GLOO, gloo)
+        return cls(group, shard)
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         """Return the sum over ranks, float32; every rank calls it with a tensor of the same shape.
@@ -57,15 +72,10 @@ class Collective:
         return total
 
 
-def _gloo(store: distributed.Store, shard: Shard, patience_s: float) -> distributed.ProcessGroup:
-    options = distributed.ProcessGroupGloo._Options()
-    # Loopback only: its connections have no authentication.
+def _gloo(store: "Store", shard: Shard, patience: timedelta) -> distributed.ProcessGroupGloo:
+    # The public constructor listens on whatever address the host's name resolves to; connections have no
+    # authentication, so they stay on loopback.
+    options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # its name at run time
     options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._timeout = timedelta(seconds=patience_s)
+    options._timeout = patience
     return distributed.ProcessGroupGloo(store, shard.rank, shard.size, options)
-
-
-def _nccl(store: distributed.Store, shard: Shard, patience_s: float) -> distributed.ProcessGroup:
-    options = distributed.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=patience_s)
-    return distributed.ProcessGroupNCCL(store, shard.rank, shard.size, options)

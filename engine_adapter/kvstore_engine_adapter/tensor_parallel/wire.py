@@ -30,7 +30,7 @@ def frame(values: Sequence[object]) -> bytes:
     Raises:
         ProtocolMismatch: it is larger than a message may be.
     """
-    body: bytes = msgpack.packb(values, use_bin_type=True)
+    body: bytes = msgpack.packb(values, use_bin_type=True)  # pyright: ignore[reportAssignmentType]
     if len(body) > MAX_FRAME_BYTES:
         raise ProtocolMismatch(f"ranks: a message of {len(body)} bytes, limit {MAX_FRAME_BYTES}")
     return LENGTH.pack(len(body)) + body
@@ -110,7 +110,7 @@ def _int32(values: Sequence[int]) -> bytes:
 
 
 def _from_int32(data: bytes) -> list[int]:
-    return np.frombuffer(data, dtype="<i4").tolist()
+    return [int(value) for value in np.frombuffer(data, dtype="<i4").tolist()]
 
 
 class Message:
