@@ -147,8 +147,7 @@ class _End:
                 await asyncio.wait([watching])
 
     async def _watch(self, group: RankGroup) -> None:
-        await group.wait_lost()
-        end_process_within(_LOST_S)
+        end_process_within(_LOST_S, await group.wait_lost())
         self.left_s = 0.0
         self.has_come.set()
 

@@ -214,7 +214,7 @@ async def serve(control: socket.socket, follower: Follower) -> None:
 
 def main() -> None:
     """Run a follower to its end."""
-    # A terminal's Ctrl-C and a supervisor's SIGTERM reach the whole group: rank 0 decides when all is done.
+    # A supervisor's SIGTERM may reach all processes of a service: rank 0 decides when all is done.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     control, passes = (socket.socket(fileno=int(text)) for text in sys.argv[1:3])

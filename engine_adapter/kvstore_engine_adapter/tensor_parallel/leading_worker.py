@@ -106,11 +106,17 @@ class LeadingWorker(ForwardWorker):
     ) -> torch.Tensor:
         """Have all ranks copy and clear pages and compute the segments; see ForwardWorker.
 
+        When it returns, no rank touches the pages any more: the last sum has had every rank's share.
+
         Raises:
             RankLost: a rank has ended, or failed.
         """
         self._group.announce(Pass(self._group.next_pass(), copies, cleared, segments))
         try:
-            return super().forward(copies, cleared, segments)
+            hidden = super().forward(copies, cleared, segments)
+            if hidden.device.type == "cuda":
+                # Until the device has come to the sum, a rank may be behind, and its pages in use.
+                torch.cuda.current_stream(hidden.device).synchronize()
+            return hidden
         except Exception as error:
             raise self._group.break_up(f"a pass failed: {error}") from error

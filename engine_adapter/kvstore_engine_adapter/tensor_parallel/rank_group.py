@@ -294,6 +294,7 @@ def _spawn(control: socket.socket, passes: socket.socket) -> "subprocess.Popen[b
         pass_fds=numbers,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
+        process_group=0,  # a terminal's Ctrl-C is for rank 0, which ends the others when all is done
     )
 
 

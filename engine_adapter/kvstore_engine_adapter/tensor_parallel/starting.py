@@ -111,14 +111,14 @@ async def _load(order: ModelOrder, device: torch.device, group: RankGroup | None
     )
 
 
-def end_process_within(seconds: float) -> None:
+def end_process_within(seconds: float, why: Exception) -> None:
     """End this process with status 1 after so long, should it not have ended by itself.
 
     For a thread that waits inside a device or a driver for a rank that is gone: nothing else ends it.
     """
 
     def end() -> None:
-        logger.error("engine: a thread still waits for a rank that is gone: ending without it")
+        logger.error("%s: a thread still waits for it %g s later: ending the process", why, seconds)
         os._exit(_FAILED)
 
     timer = threading.Timer(seconds, end)

@@ -1,5 +1,6 @@
 """The store as two ranks see it: rank 1's part store runs in this process, the store is a real one."""
 
+import asyncio
 import contextlib
 
 import pytest
@@ -35,6 +36,8 @@ class OneFollower:
         self.store = store
         self.is_lost = False
         self.spoil = None
+        self.may_answer_reads = asyncio.Event()
+        self.may_answer_reads.set()
 
     def tell(self, message):
         self.store.know(message.namespace())
@@ -43,6 +46,8 @@ class OneFollower:
         if self.is_lost:
             raise RankLost("rank 1 is gone")
         answer = await self.store.answer(message)
+        if isinstance(message, messages.Read):
+            await self.may_answer_reads.wait()
         assert isinstance(answer, kind)
         return [answer if self.spoil is None else self.spoil(message, answer)]
 
@@ -69,10 +74,10 @@ class Replica:
         self.manager.release_owner(owner)
         assert await self.manager.flush(timeout_s=30)
 
-    async def fetch(self):
+    async def fetch(self, timeout_s=30):
         """Load what is stored; returns the numbers in the pages of each block, and why there are no more."""
         owner = self.manager.new_owner()
-        fetched = await self.manager.fetch(CHAIN, owner=owner, part=PARTS[0], timeout_s=30)
+        fetched = await self.manager.fetch(CHAIN, owner=owner, part=PARTS[0], timeout_s=timeout_s)
         numbers = []
         for block in fetched.blocks:
             pages = [pool.tensor[block.slot] for pool in self.pools]
@@ -147,6 +152,16 @@ async def test_a_load_that_fails_on_one_rank_fails_on_all(store):
         await first.compute()
         second.follower.spoil = corrupt_from_the_third
         assert await second.fetch() == (EVERYTHING[:2], MissReason.CORRUPT)
+
+
+async def test_a_rank_that_does_not_answer_holds_up_nobody_and_its_pages_stay_lent(store):
+    async with replica(store) as first, replica(store) as second:
+        await first.compute()
+        second.follower.may_answer_reads.clear()
+        assert await second.fetch(timeout_s=1) == ([], MissReason.TIMED_OUT)
+        assert second.manager.stats()["tiers"]["vram"]["used_bytes"] == BLOCKS * PAGES.block_bytes
+        second.follower.may_answer_reads.set()
+        assert await second.fetch() == (EVERYTHING, None)
 
 
 async def test_a_write_that_fails_on_one_rank_counts_as_none(store):
