@@ -45,8 +45,9 @@ _M = TypeVar("_M", bound=Message)
 DEFAULT_PATIENCE_S = 60.0
 """How long a follower may be silent: as long as no pass takes, even on a machine that swaps."""
 
-_PINGS_PER_PATIENCE = 6
+_PING_S = 5.0
 _END_S = 1.0
+_CLOSE_S = 0.5
 _MODULE = "kvstore_engine_adapter.tensor_parallel.follower"
 
 
@@ -122,7 +123,6 @@ class RankGroup:
             self._links.append(await _start(rank, self.patience_s))
         for link in self._links:
             link.task = asyncio.create_task(self._listen(link), name=f"rank-{link.rank}")
-        self._pinging = asyncio.create_task(self._ping_forever(), name="rank-pings")
 
     async def wait_lost(self) -> RankLost:
         """Wait until the group is lost; returns why."""
@@ -148,7 +148,10 @@ class RankGroup:
             )
             for link in self._links
         ]
-        return [answer.digest for answer in await self._ask_each(loads, messages.Loaded)]
+        answers = await self._ask_each(loads, messages.Loaded)
+        # Before that a follower may be busy for minutes, with imports from a slow disk.
+        self._pinging = asyncio.create_task(self._ping_forever(), name="rank-pings")
+        return [answer.digest for answer in answers]
 
     async def ask(self, message: Message, kind: type[_M]) -> list[_M]:
         """Send a request to every follower; returns their answers, in the order of ranks.
@@ -202,7 +205,7 @@ class RankGroup:
             self._pinging.cancel()
         if self._lost is None and self._links:
             with contextlib.suppress(TimeoutError, RankLost):
-                async with asyncio.timeout(_END_S):
+                async with asyncio.timeout(_CLOSE_S):
                     await self.ask(messages.Close(), messages.Done)
         for link in self._links:
             link.process.kill()
@@ -249,7 +252,7 @@ class RankGroup:
 
     async def _ping_forever(self) -> None:
         while True:
-            await asyncio.sleep(self.patience_s / _PINGS_PER_PATIENCE)
+            await asyncio.sleep(_PING_S)
             try:
                 async with asyncio.timeout(self.patience_s):
                     await self.ask(messages.Ping(), messages.Done)

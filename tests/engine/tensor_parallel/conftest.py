@@ -19,12 +19,14 @@ def shared_gguf(tmp_path_factory):
 
 
 @contextlib.asynccontextmanager
-async def engine_of(path, num_ranks, *, dtype="float32", store=None, patience_s=60.0):
+async def engine_of(path, num_ranks, *, dtype="float32", store=None, **settings):
     """An open engine over so many ranks, and their group."""
-    order = ModelOrder(path, dtype, "cpu", threads=1, num_ranks=num_ranks, store=store, patience_s=patience_s)
+    order = ModelOrder(path, dtype, "cpu", threads=1, num_ranks=num_ranks, store=store)
     async with loaded(order) as (model, group):
         lower = () if store is None else (StoreTier(store),)
-        engine = PagedEngine(model, EngineSettings(max_model_tokens=512), lower=lower, group=group)
+        engine = PagedEngine(
+            model, EngineSettings(max_model_tokens=512, **settings), lower=lower, group=group
+        )
         await engine.open()
         try:
             yield engine, group

@@ -11,7 +11,8 @@ from kvstore.async_client import AsyncKVStore
 from kvstore.layout import Part
 from kvstore_engine_adapter.generation import GenerateRequest
 from kvstore_engine_adapter.load_policy import LoadSpeed
-from kvstore_engine_adapter.tensor_parallel.rank_group import RankLost
+from kvstore_engine_adapter.tensor_parallel import messages
+from kvstore_engine_adapter.tensor_parallel.rank_group import RankGroup, RankLost
 from tests.engine.tensor_parallel.conftest import KV_HEADS, engine_of
 from tests.engine.test_paged_engine import answer
 from tests.engine.tiny_model import LAYERS
@@ -26,14 +27,14 @@ def prompt(seed, count):
     return torch.randint(3, 300, (count,), generator=generator).tolist()
 
 
-PROMPTS = [prompt(seed, count) for seed, count in enumerate((5, 64, 131, 203, 300))]
+PROMPTS = [prompt(seed, count) for seed, count in enumerate((5, 64, 131, 203))]
 
 
-async def answers_alone(engine, max_tokens=12):
+async def answers_alone(engine, max_tokens=8):
     return [await answer(engine, tokens, max_tokens) for tokens in PROMPTS]
 
 
-async def answers_together(engine, max_tokens=12):
+async def answers_together(engine, max_tokens=8):
     return await asyncio.gather(*(answer(engine, tokens, max_tokens) for tokens in PROMPTS))
 
 
@@ -52,30 +53,44 @@ def without_loading_costs(engine):
         policy.speeds[tier] = LoadSpeed(call_s=0.0, block_s=0.0)
 
 
+@pytest.fixture(scope="module")
+def one_rank(shared_gguf):
+    """What an engine of one rank answers, float32."""
+
+    async def answers():
+        async with engine_of(shared_gguf, 1) as (engine, _):
+            return await answers_alone(engine)
+
+    return asyncio.run(answers())
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
-async def test_ranks_answer_as_one_does_alone_and_in_a_batch(shared_gguf, num_ranks):
-    async with engine_of(shared_gguf, 1) as (engine, _):
-        wanted = await answers_alone(engine)
+async def test_ranks_answer_as_one_does(shared_gguf, one_rank, num_ranks):
     async with engine_of(shared_gguf, num_ranks) as (engine, _):
+        found = await answers_together(engine)
+        assert await engine.manager.check() == []
+    assert tokens_of(found) == tokens_of(one_rank)
+    # float32 sums in another order, through three layers.
+    for logits, wanted in zip(logits_of(found), logits_of(one_rank), strict=True):
+        assert abs(logits - wanted).max() < 1e-4
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+async def test_alone_in_a_batch_and_after_reuse_the_bits_are_equal(shared_gguf, num_ranks):
+    async with engine_of(shared_gguf, num_ranks, dtype="bfloat16") as (engine, _):
         together = await answers_together(engine)
         reused = await answers_alone(engine)
-    async with engine_of(shared_gguf, num_ranks, dtype="bfloat16") as (engine, _):
-        in_batch = await answers_together(engine)
-    async with engine_of(shared_gguf, num_ranks, dtype="bfloat16") as (engine, _):
+    async with engine_of(shared_gguf, num_ranks, dtype="bfloat16", is_reusing=False) as (engine, _):
         alone = await answers_alone(engine)
-    assert tokens_of(together) == tokens_of(wanted)
-    # float32 sums in another order, through three layers.
-    for found, logits in zip(logits_of(together), logits_of(wanted), strict=True):
-        assert abs(found - logits).max() < 1e-4
-    for found, logits in zip(logits_of(reused), logits_of(together), strict=True):
-        assert (found == logits).all()
-    assert tokens_of(in_batch) == tokens_of(alone)
-    for found, logits in zip(logits_of(in_batch), logits_of(alone), strict=True):
-        assert (found == logits).all()
+    assert [finished.report.matched_tokens for _, finished in reused] == [0, 48, 128, 192]
+    for found in (together, reused):
+        assert tokens_of(found) == tokens_of(alone)
+        for logits, wanted in zip(logits_of(found), logits_of(alone), strict=True):
+            assert (logits == wanted).all()
 
 
 async def test_replicas_of_two_ranks_share_blocks_and_one_missing_part_is_a_miss_for_all(
-    shared_gguf, tmp_path
+    shared_gguf, one_rank, tmp_path
 ):
     tokens = PROMPTS[3]
     with StoreProcess(tmp_path) as store:
@@ -97,23 +112,27 @@ async def test_replicas_of_two_ranks_share_blocks_and_one_missing_part_is_a_miss
         async with engine_of(shared_gguf, 2, store=address) as (engine, _):
             without_loading_costs(engine)
             partly = await answer(engine, tokens)
+            store.pause()
+            while_paused = await answer(engine, PROMPTS[2])
+            store.resume()
             store.kill()
-            others = [await answer(engine, other) for other in (tokens, PROMPTS[4])]
+            others = [await answer(engine, other) for other in (tokens, PROMPTS[1])]
     assert (single[0], single[1].report.matched_tokens) == (wanted[0], 0)
     assert (found[0], found[1].report.tokens_by_tier) == (wanted[0], {"dram": 192})
     assert (partly[0], partly[1].report.tokens_by_tier) == (wanted[0], {"dram": 80})
     assert partly[1].report.miss_reason == "dropped"
     assert (found[1].report.first_logits == wanted[1].report.first_logits).all()
     assert (partly[1].report.first_logits == wanted[1].report.first_logits).all()
+    assert tokens_of([while_paused, others[1]]) == tokens_of([one_rank[2], one_rank[1]])
     assert others[0][0] == wanted[0]
     assert others[0][1].report.tokens_by_tier == {"vram": 192}
-    assert others[1][1].report.matched_tokens == 0
+    assert while_paused[1].report.matched_tokens == others[1][1].report.matched_tokens == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_the_loss_of_a_rank_ends_every_request_with_its_name(shared_gguf, number):
-    patience_s = 60.0 if number is signal.SIGKILL else 3.0
-    async with engine_of(shared_gguf, 2, patience_s=patience_s) as (engine, group):
+    async with engine_of(shared_gguf, 2) as (engine, group):
+        group.patience_s = LONG_S if number is signal.SIGKILL else 1.0
         request = GenerateRequest(PROMPTS[0], 400)
         events = engine.generate(request)
         await anext(events)
@@ -135,3 +154,16 @@ async def test_an_idle_engine_notices_that_a_rank_was_killed(shared_gguf):
         async with asyncio.timeout(LONG_S):
             lost = await group.wait_lost()
     assert f"rank 1 (process {process_id}) was killed by SIGKILL" in str(lost)
+
+
+async def test_a_follower_that_cannot_load_the_model_says_why(tmp_path):
+    group = RankGroup(2)
+    try:
+        await group.start()
+        about = messages.Load(0, 2, str(tmp_path / "gone.gguf"), "float32", "cpu", 1, "")
+        with pytest.raises(RankLost, match=r"rank 1 failed: .*gone.gguf: no such file"):
+            await group.load(about)
+        with pytest.raises(RankLost):
+            await group.ask(messages.Ping(), messages.Done)
+    finally:
+        await group.close()
