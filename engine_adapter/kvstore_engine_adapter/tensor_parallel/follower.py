@@ -57,10 +57,10 @@ class Follower:
         try:
             return await self._answer(message)
         except KVStoreError as error:
-            return messages.Failed(str(error))
+            return messages.nothing_of(message) or messages.Failed(str(error))
         except Exception as error:
             logger.exception("%s failed", type(message).__name__)
-            return messages.Failed(f"{type(error).__name__}: {error}")
+            return messages.nothing_of(message) or messages.Failed(f"{type(error).__name__}: {error}")
 
     def learn(self, message: messages.KnowNamespace) -> None:
         """Learn of a namespace, before what is asked of it next."""

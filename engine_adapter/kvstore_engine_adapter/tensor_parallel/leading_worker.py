@@ -119,4 +119,4 @@ class LeadingWorker(ForwardWorker):
                 torch.cuda.current_stream(hidden.device).synchronize()
             return hidden
         except Exception as error:
-            raise self._group.break_up(f"a pass failed: {error}") from error
+            raise self._group.note_failed_pass(error) from error

@@ -9,6 +9,8 @@ from dataclasses import astuple, dataclass
 
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
+from kvstore.miss import MissReason
+from kvstore.tier import ReadStatus
 from kvstore_engine_adapter.tensor_parallel.wire import Message
 
 
@@ -181,3 +183,20 @@ class Failed(Message):
     """It could not be done; ``why`` is one line for people."""
 
     why: str
+
+
+def nothing_of(message: Message) -> Message | None:
+    """Return the answer to a request of the store that came to nothing; None if it is no such request.
+
+    Whatever fails there is a miss, and nothing that an engine would end for.
+    """
+    match message:
+        case Probe():
+            return Probed([], MissReason.UNAVAILABLE.value)
+        case Read() | Write():
+            # The word is the same among the statuses of reads and of writes.
+            return Outcomes([ReadStatus.UNAVAILABLE.value] * len(message.keys), [""] * len(message.keys))
+        case Drop():
+            return Done()
+        case _:
+            return None

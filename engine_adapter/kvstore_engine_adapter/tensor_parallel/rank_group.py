@@ -19,8 +19,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -47,6 +48,7 @@ DEFAULT_PATIENCE_S = 60.0
 
 _PING_S = 5.0
 _END_S = 1.0
+_GLANCE_S = 0.01
 _CLOSE_S = 0.5
 _MODULE = "kvstore_engine_adapter.tensor_parallel.follower"
 
@@ -136,18 +138,7 @@ class RankGroup:
         Raises:
             RankLost: one has ended, or could not.
         """
-        loads = [
-            messages.Load(
-                link.rank,
-                self.size,
-                about.model,
-                about.dtype,
-                about.device,
-                about.threads,
-                about.cache_folder,
-            )
-            for link in self._links
-        ]
+        loads = [replace(about, rank=link.rank) for link in self._links]
         answers = await self._ask_each(loads, messages.Loaded)
         # Before that a follower may be busy for minutes, with imports from a slow disk.
         self._pinging = asyncio.create_task(self._ping_forever(), name="rank-pings")
@@ -193,6 +184,17 @@ class RankGroup:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._end)
         return RankLost(*self._lost.args)
+
+    def note_failed_pass(self, error: Exception) -> RankLost:
+        """Declare the group lost because a pass failed; returns the error to raise.
+
+        Called in the thread that computes. The usual reason is that a rank has ended, which is known a moment
+        later, and says more.
+        """
+        deadline_s = time.monotonic() + 2 * _END_S
+        while self._lost is None and time.monotonic() < deadline_s:
+            time.sleep(_GLANCE_S)
+        return self.break_up(f"a pass failed: {error}")
 
     def _refuse_if_lost(self) -> None:
         if self._lost is not None:

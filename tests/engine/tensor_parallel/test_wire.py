@@ -6,6 +6,7 @@ import pytest
 from kvstore.errors import ProtocolMismatch
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
+from kvstore.tier import ReadStatus, WriteStatus
 from kvstore_engine_adapter.attention import Segment
 from kvstore_engine_adapter.tensor_parallel import messages, wire
 from kvstore_engine_adapter.tensor_parallel.wire import LENGTH, Pass
@@ -41,6 +42,20 @@ def test_a_namespace_arrives_with_its_digest():
 def test_what_is_no_array_of_plain_values_is_refused(data):
     with pytest.raises(ProtocolMismatch):
         wire.unframe(data)
+
+
+def test_a_call_of_the_store_that_fails_is_answered_as_a_miss_and_nothing_else_is():
+    blocks = ([b"n" * 32] * 2, [b"k" * 32] * 2)
+    read, write = (kind(*blocks, [], [], [], 1.0) for kind in (messages.Read, messages.Write))
+    assert (
+        messages.nothing_of(read)
+        == messages.nothing_of(write)
+        == messages.Outcomes([ReadStatus.UNAVAILABLE.value] * 2, ["", ""])
+    )
+    assert ReadStatus.UNAVAILABLE.value == WriteStatus.UNAVAILABLE.value
+    assert messages.nothing_of(messages.Probe(*blocks, 1.0)) == messages.Probed([], "unavailable")
+    assert messages.nothing_of(messages.Drop(*blocks)) == messages.Done()
+    assert messages.nothing_of(messages.Prepare(64)) is None
 
 
 @pytest.mark.parametrize("values", [[], ["Unheard"], ["Ping", 1], ["Read"]])
