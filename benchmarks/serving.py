@@ -10,7 +10,8 @@ alternate between the engines, so that each one goes on with what the other comp
   answers. Only the requests it had may fail; their clients ask the other engine again.
 
 A sample of answers is also compared with those of an engine without any reuse. ``--json`` ends with one JSON
-object on stdout. The exit status is 1 if an answer differs or a request is lost that should not be.
+object on stdout. The exit status is 1 if an answer differs, a request is lost that should not be, or the
+throughput of all at once is not at least three times that of one at a time (``--least-ratio``).
 """
 
 import argparse
@@ -408,6 +409,9 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--answer-tokens", type=int, default=32, help="most tokens of an answer")
     parser.add_argument("--cold", type=int, default=4, help="conversations repeated without any reuse")
+    parser.add_argument(
+        "--least-ratio", type=float, default=3.0, help="throughput together by alone that must be reached"
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.model is None:
@@ -423,8 +427,9 @@ def main() -> int:
     is_wrong = (
         report["answers_differing"] or report["answers_differing_from_cold"] or kill["answers_differing"]
     )
+    is_slow = float(str(report["throughput_ratio"])) < args.least_ratio
     print(json.dumps(report) if args.json else json.dumps(report, indent=2))
-    return 1 if is_lost or is_wrong else 0
+    return 1 if is_lost or is_wrong or is_slow else 0
 
 
 if __name__ == "__main__":

@@ -49,10 +49,10 @@ class PageStep(Protocol):
 
 
 class PageOps(Protocol):
-    """Operations on one pool's pages; CPU and CUDA kernels plug in here.
+    """Operations on one pool's pages; C++ for the CPU and paged kernels plug in here (see ``device_pages``).
 
-    The bits of a row depend on its sequence and position alone: not on the segments beside it, nor on how
-    its sequence is cut into segments.
+    Unless its description says otherwise, the bits of a row depend on its sequence and position alone: not on
+    the segments beside it, nor on how its sequence is cut into segments.
     """
 
     def prepare(self) -> None:

@@ -77,9 +77,9 @@ class RequestReport:
     ``matched_tokens`` were not computed; ``tokens_by_tier`` says where they came from. ``found_tokens`` were
     stored (more than matched if loading was skipped or late). ``miss_reason`` says why the first block that
     was computed was not reused; None if every full block before the last token was. Seconds: ``queue_s``
-    before it got a seat, ``load_s`` for match and load, ``prefill_s`` from then to the first token's logits,
-    ``ttft_s`` from arrival to the first token. ``preemptions`` counts how often it lost its seat to another
-    request. ``first_logits`` is ``[vocab]`` float32 if it was asked for.
+    before it got a seat, ``load_s`` for match and load, ``match_s`` of them for the match, ``prefill_s`` from
+    then to the first token's logits, ``ttft_s`` from arrival to the first token. ``preemptions`` counts how
+    often it lost its seat to another request. ``first_logits`` is ``[vocab]`` float32 if it was asked for.
     """
 
     prompt_tokens: int
@@ -89,6 +89,7 @@ class RequestReport:
     tokens_by_tier: dict[str, int] = field(default_factory=dict)
     miss_reason: str | None = None
     queue_s: float = 0.0
+    match_s: float = 0.0
     load_s: float = 0.0
     prefill_s: float = 0.0
     ttft_s: float = 0.0
@@ -109,7 +110,7 @@ class RequestReport:
         self.found_tokens = prefix.found_blocks * block_tokens
         self.tokens_by_tier = {tier: n * block_tokens for tier, n in Counter(prefix.tiers).items()}
         self.miss_reason = prefix.reason
-        self.load_s = prefix.seconds
+        self.match_s, self.load_s = prefix.match_s, prefix.seconds
 
 
 @dataclass(frozen=True, slots=True)

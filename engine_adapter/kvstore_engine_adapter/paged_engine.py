@@ -20,7 +20,7 @@ from kvstore.outlasting import outlast
 from kvstore.tier import Slot, Tier
 from kvstore_engine_adapter.adapter import manager_over
 from kvstore_engine_adapter.attention import PageOps
-from kvstore_engine_adapter.cpu_page_ops import page_ops_for
+from kvstore_engine_adapter.device_pages import AttentionBackend, kernels_for, ops_on
 from kvstore_engine_adapter.engine_loop import EngineLoop
 from kvstore_engine_adapter.generation import EngineBusy, EngineClosed, Finished, GenerateRequest
 from kvstore_engine_adapter.live_request import Event
@@ -34,6 +34,7 @@ from kvstore_engine_adapter.tensor_parallel.group_tier import GroupTier, GroupVr
 from kvstore_engine_adapter.tensor_parallel.leading_worker import LeadingWorker, RankSums
 from kvstore_engine_adapter.tensor_parallel.rank_group import RankGroup
 from kvstore_engine_adapter.worker import ForwardWorker
+from kvstore_kernels import PagedKernels
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ _FAULTS = frozenset(
 )
 
 _STEP_TOKENS = {"cpu": 128}
-_OTHER_STEP_TOKENS = 2048
+OTHER_STEP_TOKENS = 2048
 """Tokens of one pass by device, if nothing else is asked for: enough to keep it busy, and no more."""
 
 
@@ -58,8 +59,8 @@ class EngineSettings:
     the size of the ``vram`` tier (None: four sequences of full length). ``is_reusing`` False: no tier at all,
     every prompt is computed. ``max_num_seqs`` requests run at a time, ``max_waiting`` more wait, further ones
     are refused. A pass computes at most ``step_tokens`` tokens (None: 128 on a CPU, else 2048). ``ageing_s``:
-    see ``scheduler``. ``compiled_folder`` keeps attention that is compiled for this CPU (None: torch's is
-    used).
+    see ``scheduler``. ``compiled_folder`` keeps what is compiled for this machine (None: on a CPU torch's
+    attention is used). ``attention_backend`` is for a GPU.
     """
 
     block_tokens: int = 16
@@ -71,6 +72,7 @@ class EngineSettings:
     step_tokens: int | None = None
     ageing_s: float = 30.0
     compiled_folder: Path | None = None
+    attention_backend: AttentionBackend = AttentionBackend.EXACT
     tenant_salt: bytes = b""
     epoch: int = 0
     waits: Waits = field(default_factory=Waits)
@@ -80,7 +82,8 @@ class PagedEngine:
     """A model, its paged KV memory, and a manager that keeps and shares blocks. An EngineAdapter.
 
     Everything but the passes runs on one event loop. A request that is cancelled or whose consumer closes
-    the generator leaves after the pass under way, and gives back all its slots.
+    the generator leaves after the pass under way, and gives back all its slots. ``kernels`` do the work on
+    the pages (None: those of the device, see ``device_pages``).
 
     ``model`` may be rank 0's share, with the ``group`` of ranks that have the others: started, and loaded
     with the same model. ``lower`` is then a tier over the store that the group's followers use. When the
@@ -95,6 +98,7 @@ class PagedEngine:
         lower: Sequence[Tier] = (),
         group: RankGroup | None = None,
         clock: Callable[[], float] = time.monotonic,
+        kernels: PagedKernels | None = None,
     ) -> None:
         assert model.shard.size == (1 if group is None else group.size), "a share of another number of ranks"
         self._model = model
@@ -105,6 +109,7 @@ class PagedEngine:
         if group is not None:
             self._lower = tuple(GroupTier(tier, group, self._lent) for tier in lower)
         self._clock = clock
+        self._kernels = kernels
         self._layout = layout_of(model, self._settings.block_tokens)
         self._namespace = Namespace(
             model=model.config.name,
@@ -192,7 +197,9 @@ class PagedEngine:
         settings, model = self._settings, running.forward_model
         if isinstance(running.worker, LeadingWorker):
             await running.worker.meet(
-                block_tokens=settings.block_tokens, compiled_folder=settings.compiled_folder
+                block_tokens=settings.block_tokens,
+                compiled_folder=settings.compiled_folder,
+                attention_backend=settings.attention_backend,
             )
         step_tokens = max(settings.max_num_seqs, _step_tokens(settings, running.pool.device))
         running.supply.policy.prefill = await running.worker.prepare(
@@ -279,8 +286,11 @@ class PagedEngine:
         num_private = self._spare_pages if settings.is_reusing else self._num_blocks + self._spare_pages
         num_pages = num_slots + num_private
         _refuse_more_than_memory((num_pages + 1) * self._layout.block_bytes, device)
+        backend, folder = settings.attention_backend, settings.compiled_folder
+        pages = self._model.shard.pages_of(self._layout)
+        kernels = self._kernels or kernels_for(pages, device, backend, folder)
         try:
-            pool = PagePool(self._model.shard.pages_of(self._layout), num_pages, device)
+            pool = PagePool(pages, num_pages, device, kernels=kernels)
         except (RuntimeError, MemoryError, OSError) as error:
             raise InvalidConfig(
                 f"engine: {num_pages} KV pages of {self._layout.block_bytes} bytes cannot be had: "
@@ -291,7 +301,7 @@ class PagedEngine:
         forward_model = LlamaModel(
             config, self._model.weights, max_tokens=self._context_tokens, rank_sum=sums
         )
-        ops = page_ops_for(pool, num_heads=config.num_heads, folder=settings.compiled_folder)
+        ops = ops_on(pool, num_heads=config.num_heads, folder=folder, backend=backend)
         policy = LoadPolicy(settings.block_tokens, pool.page_bytes)
         spare = [Slot(number) for number in range(num_slots, num_pages)]
         supply = BlockSupply(None, num_slots, policy, spare, settings.waits, self._clock)
@@ -360,7 +370,7 @@ def block_bytes_of(model: LoadedModel, block_tokens: int) -> int:
 
 
 def _step_tokens(settings: EngineSettings, device: torch.device) -> int:
-    return settings.step_tokens or _STEP_TOKENS.get(device.type, _OTHER_STEP_TOKENS)
+    return settings.step_tokens or _STEP_TOKENS.get(device.type, OTHER_STEP_TOKENS)
 
 
 def _refuse_more_than_memory(wanted_bytes: int, device: torch.device) -> None:
@@ -403,6 +413,7 @@ def _context_tokens(model: LoadedModel, settings: EngineSettings) -> int:
 
 __all__ = [
     "DEFAULT_CONTEXT_TOKENS",
+    "OTHER_STEP_TOKENS",
     "EngineSettings",
     "Event",
     "PagedEngine",

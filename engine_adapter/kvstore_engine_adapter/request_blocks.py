@@ -49,7 +49,8 @@ class LoadedPrefix:
     """The leading blocks of a prompt that need no prefill.
 
     ``tiers`` names each block's tier of origin; ``found_blocks`` were stored, of which the last ones may
-    have been skipped or late; ``reason`` says why not all of the prompt's blocks were loaded.
+    have been skipped or late; ``reason`` says why not all of the prompt's blocks were loaded. It took
+    ``seconds``, ``match_s`` of them to find out what is stored.
     """
 
     slots: tuple[Slot, ...] = ()
@@ -57,6 +58,7 @@ class LoadedPrefix:
     found_blocks: int = 0
     reason: str | None = None
     seconds: float = 0.0
+    match_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -123,9 +125,10 @@ class RequestBlocks:
         reason = None if match.reason is None else match.reason.value
         if worth < match.blocks:
             reason = NOT_WORTH_LOADING
-        if not worth:
-            return LoadedPrefix((), (), match.blocks, reason, supply.clock() - started_s)
         fetch_started_s = supply.clock()
+        match_s = fetch_started_s - started_s
+        if not worth:
+            return LoadedPrefix((), (), match.blocks, reason, match_s, match_s)
         fetched = await self._fetch(supply.manager, self._owner, chain[:worth], match.tiers[:worth])
         now_s = supply.clock()
         tiers = tuple(block.origin for block in fetched.blocks)
@@ -138,7 +141,7 @@ class RequestBlocks:
         else:
             supply.policy.note_load(tiers, now_s - fetch_started_s)
         slots = self._hold([block.slot for block in fetched.blocks])
-        return LoadedPrefix(tuple(slots), tiers, match.blocks, reason, now_s - started_s)
+        return LoadedPrefix(tuple(slots), tiers, match.blocks, reason, now_s - started_s, match_s)
 
     def join(self, chain: PrefixChain) -> int:
         """Take the leading blocks of ``chain``, which follows the slots, that are in the top tier now."""

@@ -16,12 +16,15 @@ from kvstore.client_state import Timeouts
 from kvstore.doors import Doors
 from kvstore.errors import InvalidConfig
 from kvstore.tier import Tier
+from kvstore_engine_adapter.device_memory import DEFAULT_RATIO, DeviceMemory, blocks_in, pass_bytes
+from kvstore_engine_adapter.device_pages import AttentionBackend
 from kvstore_engine_adapter.faces.engine_doors import DoorOptions, EngineDoors
 from kvstore_engine_adapter.faces.face_server import FaceServer
 from kvstore_engine_adapter.faces.http_face import FaceDoors, HttpFace
 from kvstore_engine_adapter.faces.record_access import SessionLimits
 from kvstore_engine_adapter.model import LoadedModel
 from kvstore_engine_adapter.paged_engine import (
+    OTHER_STEP_TOKENS,
     EngineSettings,
     PagedEngine,
     block_bytes_of,
@@ -46,7 +49,8 @@ class ServeOptions:
     """What ``kvstore engine`` is told; ``store`` is a store's address, None for reuse within the engine only.
 
     ``kv_cache_bytes``, ``num_blocks`` and ``gpu_memory_ratio`` (of a CUDA device's memory, weights included)
-    all size the ``vram`` tier: at most one is given, and ``max_model_tokens`` does not exceed what it holds
+    all size the ``vram`` tier: at most one is given (none: 0.9 of a CUDA device's memory, on a CPU see
+    ``EngineSettings``), and ``max_model_tokens`` does not exceed what it holds
     (None: the most that it does). ``grace_s`` is the time that requests under way and unwritten blocks have
     after the signal that ends it. Digests of model files are remembered in ``cache_folder``. Sessions and
     responses are kept in the store if there is one, else in memory, within ``session_limits``.
@@ -67,6 +71,7 @@ class ServeOptions:
     threads: int = 1
     dtype: str = "bfloat16"
     device: str = "cpu"
+    attention_backend: AttentionBackend = AttentionBackend.EXACT
     tenant_salt_file: Path | None = None
     is_reusing: bool = True
     grace_s: float = 5.0
@@ -183,6 +188,7 @@ def _settings(options: ServeOptions, model: LoadedModel, salt: bytes) -> EngineS
         is_reusing=options.is_reusing,
         tenant_salt=salt,
         max_num_seqs=options.max_num_seqs,
+        attention_backend=options.attention_backend,
         compiled_folder=None if options.cache_folder is None else options.cache_folder / "compiled",
     )
 
@@ -244,14 +250,14 @@ def _num_blocks(options: ServeOptions, model: LoadedModel) -> int | None:
         InvalidConfig: it holds no block of prompt with a token of answer.
     """
     block_bytes = block_bytes_of(model, options.block_tokens)
-    if options.gpu_memory_ratio is not None:
-        num_blocks = _blocks_in_device(options.gpu_memory_ratio, options, model)
-        given = f"--gpu-memory-utilization {options.gpu_memory_ratio:g}"
-    elif options.kv_cache_bytes is not None:
+    if options.kv_cache_bytes is not None:
         num_blocks = options.kv_cache_bytes // block_bytes
         given = f"--kv-cache-bytes {options.kv_cache_bytes}"
     elif options.num_blocks is not None:
         num_blocks, given = options.num_blocks, f"--num-blocks {options.num_blocks}"
+    elif options.gpu_memory_ratio is not None or options.device == "cuda":
+        ratio = options.gpu_memory_ratio or DEFAULT_RATIO
+        num_blocks, given = _blocks_in_device(ratio, options, model), f"--gpu-memory-utilization {ratio:g}"
     else:
         return None
     if num_blocks < _LEAST_BLOCKS:
@@ -272,13 +278,19 @@ def _blocks_in_device(ratio: float, options: ServeOptions, model: LoadedModel) -
         raise InvalidConfig(
             "engine: --gpu-memory-utilization is of a CUDA device: with --device cpu give --kv-cache-bytes"
         )
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
-    left_bytes = int(total_bytes * ratio) - (total_bytes - free_bytes)
     # The engine takes pages for one sequence of full length beside the tier, and one that nothing is in.
     longest = options.max_model_tokens or default_context_tokens(model)
-    spare = -(-longest // options.block_tokens) + 1
-    page_bytes = block_bytes_of(model, options.block_tokens) // model.shard.size
-    return max(0, left_bytes // page_bytes - spare)
+    return blocks_in(
+        DeviceMemory(*torch.cuda.mem_get_info()),
+        ratio,
+        block_bytes=block_bytes_of(model, options.block_tokens) // model.shard.size,
+        working_bytes=pass_bytes(
+            model.shard.config_of(model.config),
+            step_tokens=OTHER_STEP_TOKENS,
+            max_num_seqs=options.max_num_seqs,
+        ),
+        spare_blocks=-(-longest // options.block_tokens) + 1,
+    )
 
 
 def _max_model_tokens(options: ServeOptions, model: LoadedModel, num_blocks: int | None) -> int | None:

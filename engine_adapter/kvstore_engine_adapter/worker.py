@@ -106,6 +106,7 @@ class ForwardWorker:
             sampled = _sample(logits, [want for _, want in wanted])
         found = iter(sampled)
         results = [next(found) if want else None for _, want in work.segments]
+        self._pool.finish()  # what the caller does next with the pages, and the time, count on it
         return PassResult(results, time.monotonic() - started_s)
 
     def forward(
@@ -139,6 +140,7 @@ class ForwardWorker:
         for _ in range(3):  # the first one pays for set-up
             started_s = time.monotonic()
             self.forward((), (), [segment])
+            self._pool.finish()
             times.append(time.monotonic() - started_s)
         return min(times)
 

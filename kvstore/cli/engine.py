@@ -58,13 +58,13 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--kv-cache-bytes", type=_whole(1), metavar="BYTES", help="size of the vram tier")
     size.add_argument(
-        "--num-blocks", type=_whole(1), help="size of the vram tier (default: 4 full sequences)"
+        "--num-blocks", type=_whole(1), help="size of the vram tier (default on a CPU: 4 full sequences)"
     )
     size.add_argument(
         "--gpu-memory-utilization",
         type=_ratio,
         metavar="RATIO",
-        help="share of a CUDA device's memory that weights and vram tier take",
+        help="share of a CUDA device's memory that the engine, weights included, takes (default there: 0.9)",
     )
     parser.add_argument("--block-tokens", type=_whole(1, 65535), default=16, help="default: %(default)s")
     parser.add_argument(
@@ -72,6 +72,13 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--attention-backend",
+        choices=("exact", "fast", "flashinfer"),
+        default="exact",
+        help="with --device cuda: answers that are equal to the bit in any batch and after any reuse, or"
+        " quicker decoding whose last bits vary, or that by FlashInfer (default: %(default)s)",
+    )
     parser.add_argument(
         "--tenant-salt-file",
         type=Path,
@@ -162,6 +169,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> "ServeOptions":
     # The engine's packages are an extra, see run().
+    from kvstore_engine_adapter.device_pages import AttentionBackend
     from kvstore_engine_adapter.faces.engine_doors import DoorOptions
     from kvstore_engine_adapter.faces.record_access import SessionLimits
     from kvstore_engine_adapter.serve_engine import ServeOptions
@@ -194,6 +202,7 @@ def _options(args: argparse.Namespace) -> "ServeOptions":
         threads=args.threads,
         dtype=args.dtype,
         device=args.device,
+        attention_backend=AttentionBackend(args.attention_backend),
         tenant_salt_file=args.tenant_salt_file,
         is_reusing=not args.no_reuse,
         grace_s=args.grace,

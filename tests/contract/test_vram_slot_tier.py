@@ -20,6 +20,9 @@ class ArrayPages:
     def host_views(self, slots):
         return [self.array[slot].data for slot in slots] if self._is_addressable else None
 
+    def new_buffers(self, count):
+        return [row.data for row in np.empty((count, self.page_bytes), dtype=np.uint8)]
+
     def gather(self, slots, buffers):
         for slot, buffer in zip(slots, buffers, strict=True):
             np.copyto(np.frombuffer(buffer, dtype=np.uint8), self.array[slot])

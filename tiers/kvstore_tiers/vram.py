@@ -30,6 +30,9 @@ class PageMemory(Protocol):
     def host_views(self, slots: Sequence[Slot]) -> list[memoryview] | None:
         """Return the pages themselves as writable flat bytes, or None if the host cannot address them."""
 
+    def new_buffers(self, count: int) -> list[memoryview]:
+        """Make host buffers of ``page_bytes`` each; those that lie one after another may be copied as one."""
+
     def gather(self, slots: Sequence[Slot], buffers: Sequence[memoryview]) -> None:
         """Copy pages into host buffers of ``page_bytes`` each; done when it returns."""
 
@@ -91,7 +94,8 @@ class VramTier:
     async def open(self) -> None:
         """Make the staging buffers, if the pages need them. The pages are the engine's own."""
         if not self._buffers and self._memory.host_views([Slot(0)]) is None:
-            self._buffers = [self._new_buffer() for _ in range(self._staging_slots)]
+            # Taken from the end: neighbours in memory go together.
+            self._buffers = self._memory.new_buffers(self._staging_slots)[::-1]
 
     async def close(self) -> None:
         """Let go of the staging buffers; whoever waits for some gets InvalidRequest. Idempotent."""
@@ -181,7 +185,7 @@ class VramTier:
         wanted = min(count, self._staging_slots)
         taken = await self._take_buffers(wanted)
         try:
-            yield taken + [self._new_buffer() for _ in range(count - wanted)]
+            yield taken + [self._plain_buffer() for _ in range(count - wanted)]
         finally:
             self._give_back(taken)
 
@@ -200,7 +204,7 @@ class VramTier:
             raise
 
     def _give_back(self, buffers: list[memoryview]) -> None:
-        self._buffers += buffers
+        self._buffers += buffers[::-1]
         self._grant()
 
     def _grant(self) -> None:
@@ -215,7 +219,7 @@ class VramTier:
             else:
                 return
 
-    def _new_buffer(self) -> memoryview:
+    def _plain_buffer(self) -> memoryview:
         return np.empty(self._memory.page_bytes, dtype=np.uint8).data
 
 

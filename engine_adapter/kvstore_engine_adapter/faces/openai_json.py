@@ -80,6 +80,7 @@ def reuse(choice: Choice, *, shows_tokens: bool) -> dict[str, object]:
         "tiers": report.tokens_by_tier,
         "miss_reason": report.miss_reason,
         "queue_s": round(report.queue_s, 6),
+        "match_s": round(report.match_s, 6),
         "load_s": round(report.load_s, 6),
         "prefill_s": round(report.prefill_s, 6),
         "ttft_s": round(report.ttft_s, 6),

@@ -17,7 +17,7 @@ import torch
 
 from kvstore.errors import KVStoreError, ProtocolMismatch
 from kvstore_engine_adapter.attention import PageOps
-from kvstore_engine_adapter.cpu_page_ops import page_ops_for
+from kvstore_engine_adapter.device_pages import AttentionBackend, kernels_for, ops_on
 from kvstore_engine_adapter.llama import LlamaModel
 from kvstore_engine_adapter.model import LoadedModel, load_model
 from kvstore_engine_adapter.page_pool import TORCH_DTYPES, PagePool
@@ -149,15 +149,18 @@ class _Opened:
         device = model.weights.embedding.device
         config = model.shard.config_of(model.config)
         layout = model.shard.pages_of(layout_of(model, message.block_tokens))
-        pool = PagePool(layout, message.num_pages, device)
+        folder = Path(message.compiled_folder) if message.compiled_folder else None
+        backend = AttentionBackend(message.attention_backend)
+        kernels = kernels_for(layout, device, backend, folder)
+        pool = PagePool(layout, message.num_pages, device, kernels=kernels)
         collective = Collective.join(
             Path(message.rendezvous), model.shard, device, patience_s=message.patience_s
         )
         forward_model = LlamaModel(
             config, model.weights, max_tokens=message.max_tokens, rank_sum=collective.sum
         )
-        folder = Path(message.compiled_folder) if message.compiled_folder else None
-        return cls(forward_model, pool, page_ops_for(pool, num_heads=config.num_heads, folder=folder))
+        ops = ops_on(pool, num_heads=config.num_heads, folder=folder, backend=backend)
+        return cls(forward_model, pool, ops)
 
     def prepare(self, message: messages.Prepare) -> messages.Ladder:
         self.ops.prepare()

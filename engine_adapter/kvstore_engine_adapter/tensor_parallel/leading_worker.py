@@ -9,6 +9,7 @@ import torch
 
 from kvstore.tier import Slot
 from kvstore_engine_adapter.attention import PageOps, Segment
+from kvstore_engine_adapter.device_pages import AttentionBackend
 from kvstore_engine_adapter.exact_rows import candidate_row_counts
 from kvstore_engine_adapter.llama import LlamaModel
 from kvstore_engine_adapter.load_policy import PrefillSpeed
@@ -45,7 +46,9 @@ class LeadingWorker(ForwardWorker):
         self._group = group
         self._sums = sums
 
-    async def meet(self, *, block_tokens: int, compiled_folder: Path | None) -> None:
+    async def meet(
+        self, *, block_tokens: int, compiled_folder: Path | None, attention_backend: AttentionBackend
+    ) -> None:
         """Have the followers get their pages, and join them.
 
         Raises:
@@ -60,6 +63,7 @@ class LeadingWorker(ForwardWorker):
             self._model.max_tokens,
             "" if compiled_folder is None else str(compiled_folder),
             group.store or "",
+            attention_backend.value,
         )
 
         def join() -> Collective:
@@ -114,9 +118,8 @@ class LeadingWorker(ForwardWorker):
         self._group.announce(Pass(self._group.next_pass(), copies, cleared, segments))
         try:
             hidden = super().forward(copies, cleared, segments)
-            if hidden.device.type == "cuda":
-                # Until the device has come to the sum, a rank may be behind, and its pages in use.
-                torch.cuda.current_stream(hidden.device).synchronize()
+            # Until the device has come to the sum, a rank may be behind, and its pages in use.
+            self._pool.finish()
             return hidden
         except Exception as error:
             raise self._group.note_failed_pass(error) from error

@@ -45,6 +45,7 @@ class Open(Message):
     max_tokens: int
     compiled_folder: str
     store: str
+    attention_backend: str
 
 
 @dataclass(frozen=True, slots=True)

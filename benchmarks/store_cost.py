@@ -1,0 +1,190 @@
+"""What a store costs a request that reuses nothing, and saves one that does: one engine, store on and off.
+
+Two engines in one process share the weights, one of them over a ``kvstore serve``, and answer the same
+prompts in turn, in random order:
+
+- nothing reused: prompts nobody has seen. Printed are the medians of the pairs' ratios, with by without the
+  store, of the time to the first token, of the whole answer, and of the processor time of this process.
+- reused: a third engine has stored a prompt's first blocks; the engine over the store has none of them in its
+  own pages.
+
+An engine's blocks are written to the store before the next request: each pays for its own writes, as far as
+they overlap its answer. ``--json`` ends with one JSON object on stdout.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvstore.config import cache_folder
+from kvstore_engine_adapter.generation import Finished, GenerateRequest, RequestReport
+from kvstore_engine_adapter.model import LoadedModel, load_model
+from kvstore_engine_adapter.model_fetch import fetch_model
+from kvstore_engine_adapter.page_pool import TORCH_DTYPES
+from kvstore_engine_adapter.paged_engine import EngineSettings, PagedEngine
+from kvstore_tiers.store import StoreTier
+from served_store import ServedStore
+
+_BLOCK_TOKENS = 16
+_REUSED_BLOCKS = (1, 2, 4, 8, 24)
+_DRAM_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Of one request, in seconds: to its first token, in all, and of this process's processors."""
+
+    ttft_s: float
+    total_s: float
+    cpu_s: float
+    report: RequestReport
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What all parts share."""
+
+    model: LoadedModel
+    address: str
+    length: int
+    answer_tokens: int
+    reused_blocks: Sequence[int]
+    numbers: random.Random
+
+    @contextlib.asynccontextmanager
+    async def engine(self, *, has_store: bool) -> AsyncIterator[PagedEngine]:
+        """Open an engine; its pages hold some prompts, not all."""
+        settings = EngineSettings(
+            block_tokens=_BLOCK_TOKENS,
+            max_model_tokens=self.length + self.answer_tokens,
+            compiled_folder=cache_folder() / "compiled",
+        )
+        engine = PagedEngine(self.model, settings, lower=[StoreTier(self.address)] if has_store else [])
+        await engine.open()
+        try:
+            yield engine
+        finally:
+            await engine.close()
+
+    def prompt(self, tokens: int) -> list[int]:
+        """Return tokens that nobody has seen."""
+        return [self.numbers.randrange(self.model.config.vocab_size) for _ in range(tokens)]
+
+    async def ask(self, engine: PagedEngine, prompt: Sequence[int], max_tokens: int) -> Times:
+        """Have a prompt answered, and the blocks written to the store afterwards."""
+        started_s, cpu_s = time.monotonic(), time.process_time()
+        async for event in engine.generate(GenerateRequest(prompt, max_tokens)):
+            if isinstance(event, Finished):
+                report = event.report
+        total_s, cpu_s = time.monotonic() - started_s, time.process_time() - cpu_s
+        assert engine.manager is not None
+        await engine.manager.flush(timeout_s=60)
+        return Times(report.ttft_s, total_s, cpu_s, report)
+
+    async def pair(
+        self, over_store: PagedEngine, without: PagedEngine, prompt: Sequence[int]
+    ) -> tuple[Times, Times]:
+        """Ask both, in random order; returns (over the store, without)."""
+        order = [over_store, without]
+        self.numbers.shuffle(order)
+        times = {engine: await self.ask(engine, prompt, self.answer_tokens) for engine in order}
+        return times[over_store], times[without]
+
+
+def ratios(pairs: Sequence[tuple[Times, Times]]) -> dict[str, object]:
+    """Return medians of the pairs' ratios, with their quartiles."""
+    found: dict[str, object] = {"pairs": len(pairs)}
+    for name in ("ttft_s", "total_s", "cpu_s"):
+        values = [getattr(on, name) / getattr(off, name) for on, off in pairs]
+        low, middle, high = statistics.quantiles(values, n=4)
+        found[f"{name[:-2]}_ratio"] = round(middle, 4)
+        found[f"{name[:-2]}_ratio_quartiles"] = [round(low, 4), round(high, 4)]
+    found["match_s"] = round(statistics.median(on.report.match_s for on, _ in pairs), 5)
+    found["load_s"] = round(statistics.median(on.report.load_s - on.report.match_s for on, _ in pairs), 5)
+    found["ttft_s"] = round(statistics.median(on.ttft_s for on, _ in pairs), 4)
+    found["ttft_without_s"] = round(statistics.median(off.ttft_s for _, off in pairs), 4)
+    return found
+
+
+async def measure(bench: Bench, repeats: int) -> dict[str, object]:
+    """Run both parts."""
+    async with contextlib.AsyncExitStack() as stack:
+        over_store = await stack.enter_async_context(bench.engine(has_store=True))
+        without = await stack.enter_async_context(bench.engine(has_store=False))
+        for _ in range(3):  # first requests pay for set-up
+            await bench.pair(over_store, without, bench.prompt(bench.length))
+        new = [await bench.pair(over_store, without, bench.prompt(bench.length)) for _ in range(repeats)]
+        assert not any(times.report.matched_tokens for pair in new for times in pair)
+        say(f"nothing reused: {ratios(new)}")
+        writer = await stack.enter_async_context(bench.engine(has_store=True))
+        reused = []
+        for blocks in bench.reused_blocks:
+            pairs = []
+            for _ in range(max(3, repeats // 4)):
+                prompt = bench.prompt(bench.length)
+                await bench.ask(writer, prompt[: blocks * _BLOCK_TOKENS + 1], 1)
+                pairs.append(await bench.pair(over_store, without, prompt))
+            loaded = statistics.mean(on.report.matched_tokens for on, _ in pairs)
+            reused.append({"stored_tokens": blocks * _BLOCK_TOKENS, "matched_tokens": loaded} | ratios(pairs))
+            say(f"reused: {reused[-1]}")
+    return {
+        "prompt_tokens": bench.length,
+        "answer_tokens": bench.answer_tokens,
+        "nothing_reused": ratios(new),
+        "reused": reused,
+    }
+
+
+def say(text: str) -> None:
+    """Print progress on standard error."""
+    print(f"store_cost: {text}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Parse arguments, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", type=Path, help="GGUF or model folder (default: the demo's model)")
+    parser.add_argument("--prompt-tokens", type=int, default=400)
+    parser.add_argument("--answer-tokens", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument(
+        "--reused-blocks", type=int, nargs="*", default=_REUSED_BLOCKS, help="blocks stored before"
+    )
+    parser.add_argument("--dtype", choices=sorted(TORCH_DTYPES), default="bfloat16")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    path = args.model or fetch_model(cache_folder() / "models", say=say)
+    model = load_model(path, dtype=TORCH_DTYPES[args.dtype], device=torch.device("cpu"))
+    with tempfile.TemporaryDirectory(prefix="store-cost-") as name:
+        store = ServedStore(Path(name), _DRAM_BYTES)
+        try:
+            bench = Bench(
+                model=model,
+                address=str(store.socket_path),
+                length=args.prompt_tokens,
+                answer_tokens=args.answer_tokens,
+                reused_blocks=[blocks for blocks in args.reused_blocks if blocks < args.prompt_tokens // 16],
+                numbers=random.Random(5),
+            )
+            report = asyncio.run(measure(bench, args.repeats))
+        finally:
+            store.close()
+    print(json.dumps(report) if args.json else json.dumps(report, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
