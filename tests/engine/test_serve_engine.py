@@ -182,7 +182,7 @@ def test_a_grace_that_is_no_time_is_refused(tiny_gguf, capsys, grace):
         (["--api-key-file", "/nonexistent"], "No such file"),
         (["--api-keys", "file:/nonexistent"], "No such file"),
         (["--api-keys", "file:/x", "--tenant-salt-file", "/y"], "exclude each other"),
-        (["--tensor-parallel-size", "2"], "runs on one device"),
+        (["--tensor-parallel-size", "3"], "which 3 ranks cannot share evenly: give 1, 2"),
         (["--gpu-memory-utilization", "0.9"], "give --kv-cache-bytes"),
         (["--host", "example.org"], "is no IP address"),
         (["--device", "cuda"], "no CUDA device"),
