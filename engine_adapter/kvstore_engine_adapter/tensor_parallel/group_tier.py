@@ -231,11 +231,14 @@ class GroupTier:
                     statuses[at] = WriteStatus(status)
         return statuses
 
-    async def drop(self, blocks: Sequence[BlockId]) -> None:
-        """Ask the store to forget every rank's part."""
+    async def drop(self, blocks: Sequence[BlockId]) -> int:
+        """Ask the store to forget every rank's part; returns how many of rank 0's it had."""
         message = messages.Drop(*_places(blocks))
-        with contextlib.suppress(RankLost):
-            await asyncio.gather(self._tier.drop(blocks), self._group.ask(message, messages.Done))
+        try:
+            dropped, _ = await asyncio.gather(self._tier.drop(blocks), self._group.ask(message, messages.Done))
+        except RankLost:
+            return 0
+        return dropped
 
     async def touch(self, blocks: Sequence[BlockId]) -> None:
         """Note a use of rank 0's parts; the store notes its own uses."""
