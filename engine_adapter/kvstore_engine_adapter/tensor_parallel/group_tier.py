@@ -235,7 +235,9 @@ class GroupTier:
         """Ask the store to forget every rank's part; returns how many of rank 0's it had."""
         message = messages.Drop(*_places(blocks))
         try:
-            dropped, _ = await asyncio.gather(self._tier.drop(blocks), self._group.ask(message, messages.Done))
+            dropped, _ = await asyncio.gather(
+                self._tier.drop(blocks), self._group.ask(message, messages.Done)
+            )
         except RankLost:
             return 0
         return dropped
