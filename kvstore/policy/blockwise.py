@@ -50,6 +50,17 @@ class BlockwisePolicy:
                 self._sizes[block] = size_bytes
                 self._add(block, size_bytes)
 
+    def adopt(
+        self,
+        blocks: Sequence[StorageKey],
+        parents: Sequence[StorageKey | None],
+        *,
+        size_bytes: int,
+        now_s: float,
+    ) -> None:
+        """File blocks one by one."""
+        self.insert(blocks[::-1], size_bytes=size_bytes, now_s=now_s, is_use=False)
+
     def candidates(self, *, now_s: float, offer: Offer | None = None) -> Iterator[StorageKey]:
         """Yield blocks, least worth keeping first."""
         raise NotImplementedError

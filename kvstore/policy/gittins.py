@@ -59,14 +59,12 @@ class GittinsPolicy:
         """Move the known blocks to cohorts of this use."""
         get, cohorts = self._blocks.get, self._cohorts
         fresh: dict[Lane, Cohort] = {}
-        previous: Block | None = None
         old: Cohort | None = None
         new: Cohort | None = None
         uses = num = 0
         for key in blocks:
             block = get(key)
             if block is None:
-                previous = None
                 continue
             if block.cohort is not old or block.uses != uses or new is None:
                 if old is not None and new is not None:
@@ -81,9 +79,6 @@ class GittinsPolicy:
                 cohorts.drop_leaf(block)
                 block.cohort = new
                 cohorts.add_leaf(block)
-            if previous is not None and block.parent is not previous:
-                self._link(block, previous)
-            previous = block
         if old is not None and new is not None:
             self._move(old, new, num, now_s)
 
@@ -131,19 +126,50 @@ class GittinsPolicy:
     ) -> None:
         """File blocks in cohorts of the request that offered them."""
         known = [block for block in blocks if block in self._blocks]
-        if known:
-            if is_use:
-                self.touch(known, now_s=now_s, hint=hint)
-            blocks = [block for block in blocks if block not in self._blocks]
+        if known and is_use:
+            self.touch(known, now_s=now_s, hint=hint)
+        missing = [block for block in blocks if block not in self._blocks] if known else blocks
+        if not missing:
+            return
+        learned = self._learn(Offer(missing, size_bytes, parent, hint), now_s, is_use=is_use)
+        new = dict(zip(missing, learned, strict=True))
         previous = None if parent is None else self._blocks.get(parent)
-        for block in self._learn(Offer(blocks, size_bytes, parent, hint), now_s, is_use=is_use):
-            assert block.key is not None
-            self._blocks[block.key] = block
+        for key in blocks:
+            block = new.get(key)
+            if block is None:
+                previous = self._blocks[key]
+                continue
+            self._blocks[key] = block
+            # A block that has no child yet: no claim of a chain can make a circle.
             if previous is not None:
                 self._link(block, previous)
             previous = block
-        if blocks and previous is not None and not previous.children:
-            self._cohorts.add_leaf(previous)
+            self._cohorts.add_leaf(block)
+
+    def adopt(
+        self,
+        blocks: Sequence[StorageKey],
+        parents: Sequence[StorageKey | None],
+        *,
+        size_bytes: int,
+        now_s: float,
+    ) -> None:
+        """File blocks in one cohort of new ones: when they were last used is not known."""
+        lane = self._lane(new_class(1, len(blocks), NO_HINT), NO_HINT)
+        cohort = self._cohorts.start(lane, now_s)
+        new = {key: Block(key, cohort, 1, 2) for key in blocks if key not in self._blocks}
+        self._cohorts.grow(cohort, len(new))
+        self._blocks.update(new)
+        for key, parent in zip(blocks, parents, strict=True):
+            above = None if parent is None else self._blocks.get(parent)
+            if above is not None and key in new:
+                above.children += 1
+                new[key].parent = above
+        for block in new.values():
+            if not block.children:
+                self._cohorts.add_leaf(block)
+            if block.parent is not None and block.parent.key not in new:
+                self._cohorts.drop_leaf(block.parent)
 
     def refuse(self, offer: Offer, *, now_s: float) -> None:
         """Remember blocks as ghosts in cohorts of the request that offered them."""

@@ -96,6 +96,7 @@ class Hazards:
 
     def __init__(self) -> None:
         self._by_path: dict[ClassPath, Evidence] = {}
+        self._root = _ROOT_HAZARD  # of all blocks
 
     def evidence(self, path: ClassPath, factors: Sequence[float] | None = None) -> Evidence:
         """Return the evidence of a class. ``factors`` scale what is assumed of it at first, by age."""
@@ -109,12 +110,11 @@ class Hazards:
 
     def _first_worth(self, new: Evidence) -> None:
         """Until the next rebuild a class is worth what its nearest relative is."""
-        others = self._by_path.values()
-        if others and np.all(new.prior == 1.0):
-            new.worth = max(others, key=lambda other: _kinship(new, other)).worth
+        kin = [other for other in self._by_path.values() if other.path[0] == new.path[0]]
+        if kin:
+            new.worth = max(kin, key=lambda other: _kinship(new, other)).worth
         else:
-            nothing = np.zeros((1, NUM_AGES))
-            new.worth = index_table(self._hazards([new], nothing, nothing))[0].tolist()
+            new.worth = index_table((self._root * new.prior)[None, :])[0].tolist()
 
     def to_state(self, now_s: float) -> list[list[object]]:
         """Return what was seen, ready for msgpack: per class its path, uses and exposure by age."""
@@ -142,8 +142,8 @@ class Hazards:
 
     def _hazards(self, classes: Sequence[Evidence], used: Array, exposed_s: Array) -> Array:
         prior_s, root_s = _PRIOR_BLOCKS * _WIDTHS, _ROOT_BLOCKS * _WIDTHS
-        root = (used.sum(0) + root_s * _ROOT_HAZARD) / (exposed_s.sum(0) + root_s)
-        hazards = root * np.array([c.prior for c in classes])
+        self._root = (used.sum(0) + root_s * _ROOT_HAZARD) / (exposed_s.sum(0) + root_s)
+        hazards = self._root * np.array([c.prior for c in classes])
         for depth in range(1, 5):
             nodes = {path: i for i, path in enumerate(dict.fromkeys(c.path[:depth] for c in classes))}
             where = np.array([nodes[c.path[:depth]] for c in classes])

@@ -52,6 +52,17 @@ class LruPolicy:
             self.touch(last_use, now_s=now_s)
         self._last_use = ()
 
+    def adopt(
+        self,
+        blocks: Sequence[StorageKey],
+        parents: Sequence[StorageKey | None],
+        *,
+        size_bytes: int,
+        now_s: float,
+    ) -> None:
+        """Make the blocks the most recent ones, in their order."""
+        self._order.update(dict.fromkeys(blocks))
+
     def candidates(self, *, now_s: float, offer: Offer | None = None) -> Iterator[StorageKey]:
         """Yield the least recently used first, and an offer before the use that it continues."""
         if offer is None or offer.parent is None or not self._last_use or self._last_use[-1] != offer.parent:

@@ -77,6 +77,19 @@ class EvictionPolicy(Protocol):
         ``is_use`` they come from another tier or an earlier run, and a use, if there is one, is told apart.
         """
 
+    def adopt(
+        self,
+        blocks: Sequence[StorageKey],
+        parents: Sequence[StorageKey | None],
+        *,
+        size_bytes: int,
+        now_s: float,
+    ) -> None:
+        """Learn of stored blocks of any chains that an earlier run left, the least recently used first.
+
+        ``parents`` has the block before each, None if that is not stored. No block comes before itself.
+        """
+
     def candidates(self, *, now_s: float, offer: Offer | None = None) -> Iterator[StorageKey]:
         """Yield stored blocks, least worth keeping first, and before each what of the offer is worth less.
 

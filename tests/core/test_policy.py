@@ -2,8 +2,9 @@
 
 import pytest
 
+from kvstore.config import load_config
 from kvstore.errors import InvalidConfig
-from kvstore.policy import LruPolicy, policy_named
+from kvstore.policy import POLICIES, Hint, LruPolicy, PolicyCache, policy_named
 from kvstore.tier import StorageKey
 
 
@@ -60,3 +61,101 @@ def test_fifo_files_a_chain_head_first_and_ignores_uses():
 def test_an_unknown_policy_is_named_with_those_that_exist():
     with pytest.raises(InvalidConfig, match="'belady' is unknown, expected one of fifo, lru"):
         policy_named("belady")
+
+
+def test_a_configuration_can_name_every_policy(tmp_path):
+    for name in POLICIES:
+        path = tmp_path / f"{name}.toml"
+        path.write_text(f'[store]\npolicy = "{name}"\n')
+        assert load_config(path, environ={}).store.policy == name
+
+
+def learned_from(now_s):
+    """A policy that saw one kind of block come back after a second, and another never."""
+    policy, start_s = policy_named("gittins")(1 << 30), now_s
+    cache = PolicyCache(policy, 200)
+    for turn in range(400):
+        first = StorageKey(b"a%d" % (turn // 2))
+        cache.serve([first, StorageKey(b"b%d" % turn)], now_s=start_s + turn)
+        cache.serve([first], now_s=start_s + turn + 0.5)
+    return policy
+
+
+def test_what_gittins_learned_is_worth_the_same_in_a_new_one():
+    old = learned_from(0.0)
+
+    new = policy_named("gittins")(1 << 30)
+    new.from_state(old.to_state())
+
+    again = policy_named("gittins")(1 << 30)
+    again.from_state(new.to_state())
+    saved, resaved = new.to_state()["classes"], again.to_state()["classes"]
+    assert [one[0] for one in saved] == [one[0] for one in resaved]
+    assert all(one[1] == other[1] for one, other in zip(saved, resaved, strict=True))
+    assert sum(sum(one[1]) for one in saved) > 0
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"version": 2, "classes": []},
+        {"version": 1, "classes": [[]]},
+        {"version": 1, "classes": [[[0, 0, 0], [], []]]},
+        {"version": 1, "classes": [[[0, 0, 0, "x"], [0.0] * 28, [0.0] * 28]]},
+        {"version": 1, "classes": [[[0, 0, 0, 0], [0.0] * 27, [0.0] * 28]]},
+        {"version": 1, "classes": [[[0, 0, 0, 0], [float("nan")] * 28, [0.0] * 28]]},
+        {"version": 1, "classes": [[[0, 0, 0, 0], [0.0] * 28, [-1.0] * 28]]},
+    ],
+)
+def test_a_state_that_is_none_is_refused(state):
+    policy = policy_named("gittins")(1 << 30)
+
+    with pytest.raises(ValueError):
+        policy.from_state(state)
+
+    assert policy.to_state()["classes"] == []
+
+
+def test_a_session_that_is_over_leaves_before_older_ones():
+    policy = policy_named("gittins")(1 << 30)
+    policy.insert([block(1)], size_bytes=1, now_s=0.0)
+    policy.insert([block(2)], size_bytes=1, now_s=2.0, hint=Hint(ends_session=True))
+
+    assert list(policy.candidates(now_s=3.0)) == [block(2), block(1)]
+
+
+def test_what_is_expected_soon_stays_longer_than_what_is_newer():
+    policy = policy_named("gittins")(1 << 30)
+    policy.insert([block(1)], size_bytes=1, now_s=0.0, hint=Hint(next_use_s=60.0))
+    policy.insert([block(2)], size_bytes=1, now_s=5.0)
+
+    assert list(policy.candidates(now_s=10.0)) == [block(2), block(1)]
+
+
+@pytest.mark.parametrize("hint", [Hint(priority=2), Hint(saves_s_per_byte=4e-9)])
+def test_priority_and_saved_seconds_weigh(hint):
+    policy = policy_named("gittins")(1 << 30)
+    policy.insert([block(3)], size_bytes=1, now_s=0.0, hint=Hint(saves_s_per_byte=1e-9))
+    policy.insert([block(1)], size_bytes=1, now_s=0.0, hint=hint)
+    policy.insert([block(2)], size_bytes=1, now_s=0.5)
+
+    order = list(policy.candidates(now_s=0.6))
+
+    assert order.index(block(1)) > order.index(block(2))
+
+
+def test_a_parent_is_a_candidate_as_soon_as_its_last_child_is_named():
+    policy = policy_named("gittins")(1 << 30)
+    policy.insert([block(1), block(2)], size_bytes=1, now_s=0.0)
+    policy.insert([block(3)], size_bytes=1, now_s=50.0)
+
+    assert list(policy.candidates(now_s=60.0)) == [block(2), block(1), block(3)]
+
+
+def test_adopted_blocks_keep_their_parents():
+    policy = policy_named("gittins")(1 << 30)
+
+    policy.adopt([block(2), block(1)], [block(1), None], size_bytes=1, now_s=0.0)
+
+    assert list(policy.candidates(now_s=1.0)) == [block(2), block(1)]
