@@ -82,7 +82,7 @@ class BlockManager:
         names = [top.name, *(tier.name for tier in lower)]
         if len(set(names)) != len(names):
             raise InvalidRequest(f"manager: tier names must differ, got {', '.join(names)}")
-        certain = [top, *(tier for tier in lower if not tier.is_shared)]
+        certain: list[SlotTier | Tier] = [top, *(tier for tier in lower if not tier.is_shared)]
         self._state = State(
             top=top,
             lower=tuple(lower),

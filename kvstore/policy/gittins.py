@@ -211,7 +211,8 @@ class GittinsPolicy:
         while heap or offered:
             if not heap and waiting is None:
                 return  # what is offered competes with nothing
-            if offered and (not heap or offered[-1][0] <= heap[0][0]):
+            # Of equals the older one goes: without evidence that is LRU.
+            if offered and (not heap or offered[-1][0] < heap[0][0]):
                 yield offered.pop()[1]
                 if offered or waiting is None:
                     continue
@@ -219,16 +220,16 @@ class GittinsPolicy:
                 if parent.children > gone.get(parent, 0):
                     continue
             else:
-                block = next(heap[0][2], None)
-                if block is None or block is waiting:
-                    if block is None:
-                        heapq.heappop(heap)
+                leaf = next(heap[0][2], None)
+                if leaf is None:
+                    heapq.heappop(heap)
+                if leaf is None or leaf is waiting:
                     continue
-                assert block.key is not None
-                yield block.key
-                parent = block.parent
-                if parent is None or parent.key is None:
+                assert leaf.key is not None, "a ghost is no leaf"
+                yield leaf.key
+                if leaf.parent is None or leaf.parent.key is None:
                     continue
+                parent = leaf.parent
                 gone[parent] = gone.get(parent, 0) + 1
                 if gone[parent] < parent.children or parent is waiting:
                     continue

@@ -82,7 +82,8 @@ class Evidence:
         all_s = live + ended
         beyond = np.cumsum(all_s[::-1])[::-1] - all_s
         in_it_s = np.maximum(0.0, live * (now_s - _STARTS) - np.array(self._live_at_s))
-        return beyond * _WIDTHS + np.array(self._partial_s) + in_it_s + np.array(self.saved_s)
+        exposure_s: Array = beyond * _WIDTHS + np.array(self._partial_s) + in_it_s + np.array(self.saved_s)
+        return exposure_s
 
     def bound(self) -> None:
         """Halve old evidence where there is much."""
@@ -143,7 +144,7 @@ class Hazards:
     def _hazards(self, classes: Sequence[Evidence], used: Array, exposed_s: Array) -> Array:
         prior_s, root_s = _PRIOR_BLOCKS * _WIDTHS, _ROOT_BLOCKS * _WIDTHS
         self._root = (used.sum(0) + root_s * _ROOT_HAZARD) / (exposed_s.sum(0) + root_s)
-        hazards = self._root * np.array([c.prior for c in classes])
+        hazards: Array = self._root * np.array([c.prior for c in classes])
         for depth in range(1, 5):
             nodes = {path: i for i, path in enumerate(dict.fromkeys(c.path[:depth] for c in classes))}
             where = np.array([nodes[c.path[:depth]] for c in classes])
