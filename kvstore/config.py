@@ -191,7 +191,7 @@ class StoreConfig:
         1.0, Rule("Share of memory that one namespace may keep leased.", Kind.RATIO, 0.01, 1)
     )
     policy: str = _key(
-        "lru",
+        "gittins",
         Rule(
             "Which blocks are evicted first, and which are not even stored: docs/policies.md.",
             Kind.CHOICE,

@@ -21,7 +21,7 @@ from kvstore.layout import Part
 from kvstore.learning import Learner
 from kvstore.loading import Loader
 from kvstore.mover import Mover
-from kvstore.policy import LruPolicy, NewPolicy
+from kvstore.policy import GittinsPolicy, NewPolicy
 from kvstore.presence import find_present
 from kvstore.putting import Putter
 from kvstore.recency import Uses
@@ -74,7 +74,7 @@ class BlockManager:
         lower: Sequence[Tier],
         *,
         settings: ManagerSettings | None = None,
-        new_policy: NewPolicy = LruPolicy,
+        new_policy: NewPolicy = GittinsPolicy,
         epoch_file: EpochFile | None = None,
         encryption: Encryption | None = None,
         clock: Callable[[], float] = time.monotonic,

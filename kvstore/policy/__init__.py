@@ -48,6 +48,7 @@ __all__ = [
     "POLICIES",
     "EvictionPolicy",
     "FifoPolicy",
+    "GittinsPolicy",
     "Hint",
     "LruPolicy",
     "NewPolicy",

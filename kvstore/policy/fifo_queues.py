@@ -33,7 +33,11 @@ class S3FifoPolicy(BlockwisePolicy):
             is_over = self._small.used_bytes - small_bytes > limit_bytes
             block = next(small if is_over else main, None) or next(main if is_over else small, None)
             if block is None:
-                return
+                if len(small_named) + len(main_named) == len(self._sizes):
+                    return
+                # The main queue had ended before blocks of the small one came into it.
+                small, main = self._in_small(small_named), self._in_main(main_named)
+                continue
             if block in self._small:
                 small_named.add(block)
                 small_bytes += self._sizes[block]
