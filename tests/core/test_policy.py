@@ -4,7 +4,7 @@ import pytest
 
 from kvstore.config import load_config
 from kvstore.errors import InvalidConfig
-from kvstore.policy import POLICIES, Hint, LruPolicy, PolicyCache, policy_named
+from kvstore.policy import POLICIES, Hint, LruPolicy, Offer, PolicyCache, gittins, policy_named, ranked
 from kvstore.tier import StorageKey
 
 
@@ -159,3 +159,33 @@ def test_adopted_blocks_keep_their_parents():
     policy.adopt([block(2), block(1)], [block(1), None], size_bytes=1, now_s=0.0)
 
     assert list(policy.candidates(now_s=1.0)) == [block(2), block(1)]
+
+
+def ghosts_of(policy):
+    """How many blocks a policy remembers that are not stored."""
+    places = ("_ghosts", "_last", "_recent_ghosts", "_frequent_ghosts", "_offered")
+    return sum(len(getattr(policy, place, ())) for place in places)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_what_is_remembered_of_blocks_that_left_is_bounded(name, monkeypatch):
+    monkeypatch.setattr(gittins, "_MIN_GHOSTS", 100)
+    monkeypatch.setattr(ranked, "_MIN_HISTORIES", 100)
+    cache = PolicyCache(policy_named(name)(20), 20)
+
+    for number in range(3000):
+        cache.serve([StorageKey(b"%d" % number)], now_s=float(number))
+
+    assert len(cache) == 20
+    assert ghosts_of(cache.policy) <= 160
+
+
+def test_offers_that_come_to_nothing_are_forgotten(monkeypatch):
+    monkeypatch.setattr(gittins, "_MAX_OFFERED", 10)
+    policy = policy_named("gittins")(1 << 30)
+
+    for number in range(100):
+        policy.offer(Offer([StorageKey(b"%d" % number)], 1), now_s=0.0)
+
+    assert ghosts_of(policy) == 10
+    assert len(policy) == 0

@@ -81,12 +81,16 @@ async def drive(name, requests, *, capacity_blocks=CAPACITY_BLOCKS):
         reserved = await manager.reserve(chain, owner=owner, timeout_s=0.0)
         if reserved.reason is not None:
             assert reserved.reason is MissReason.NOT_ADMITTED
+            if not refused:
+                (*_, last) = await manager.why(chain)
+                assert last.reason is MissReason.NOT_ADMITTED
             refused += len(chain) - reserved.present - len(reserved.slots)
         if reserved.slots:
             first = reserved.slots[0].position
             part = chain[first : first + len(reserved.slots)]
             slots = [slot.slot for slot in reserved.slots]
             manager.publish(part, slots, owner=owner, checksums=[PAYLOAD_SUM] * len(slots))
+    assert manager.stats()["puts_blocks"].get("not_admitted", 0) == refused
     assert await manager.check(sample_blocks=0) == []
     await manager.close()
     return hits, refused
