@@ -8,7 +8,7 @@ from kvstore.epochs import EpochKeeper
 from kvstore.garbage import garbage_collection_paused
 from kvstore.miss import MissReason
 from kvstore.state import State
-from kvstore.tier import BlockHeader, ChangingTier, Tier
+from kvstore.tier import BlockHeader, ChangingTier, StorageKey, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +66,23 @@ class Learner:
         with garbage_collection_paused():
             names, strangers = state.directory.adopt(headers, tier.name)
             if names:
-                # One "chain" whose first block is the most recently used: policies insert from the back.
-                state.policies[tier.name].insert(names[::-1])
+                self._tell_policy(tier, names)
         if strangers:
             logger.warning("%s: %d blocks contradict their namespace: dropped", tier.name, len(strangers))
             await tier.drop(strangers)
+
+    def _tell_policy(self, tier: Tier, names: Sequence[StorageKey]) -> None:
+        state = self._state
+        by_size: dict[int, tuple[list[StorageKey], list[StorageKey | None]]] = {}
+        for name in names:
+            entry = state.directory.find(name)
+            assert entry is not None, "a block that was filed has no entry"
+            is_counted = entry.parent is not None and entry.copies[tier.name].is_counted
+            group = by_size.setdefault(entry.length_bytes, ([], []))
+            group[0].append(name)
+            group[1].append(entry.shelf.name(entry.parent) if is_counted and entry.parent else None)
+        for size_bytes, (blocks, parents) in by_size.items():
+            state.policies[tier.name].adopt(blocks, parents, size_bytes=size_bytes, now_s=state.clock())
 
     def _forget(self, tier: Tier, headers: Sequence[BlockHeader]) -> None:
         state = self._state

@@ -23,7 +23,7 @@ from kvstore.layout import Part
 from kvstore.learning import Learner
 from kvstore.loading import Loader
 from kvstore.mover import Mover
-from kvstore.policy import EvictionPolicy, LruPolicy
+from kvstore.policy import GittinsPolicy, NewPolicy
 from kvstore.presence import find_present
 from kvstore.putting import Putter
 from kvstore.recency import Uses
@@ -73,7 +73,7 @@ class BlockManager:
         lower: Sequence[Tier],
         *,
         settings: ManagerSettings | None = None,
-        new_policy: Callable[[], EvictionPolicy] = LruPolicy,
+        new_policy: NewPolicy = GittinsPolicy,
         epoch_file: EpochFile | None = None,
         encryption: Encryption | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -81,14 +81,14 @@ class BlockManager:
         names = [top.name, *(tier.name for tier in lower)]
         if len(set(names)) != len(names):
             raise InvalidRequest(f"manager: tier names must differ, got {', '.join(names)}")
-        certain = [top.name, *(tier.name for tier in lower if not tier.is_shared)]
+        certain: list[SlotTier | Tier] = [top, *(tier for tier in lower if not tier.is_shared)]
         self._state = State(
             top=top,
             lower=tuple(lower),
-            policies={name: new_policy() for name in certain},
+            policies={tier.name: new_policy(tier.capacity_bytes) for tier in certain},
             settings=settings or ManagerSettings(),
             clock=clock,
-            directory=Directory(certain),
+            directory=Directory([tier.name for tier in certain]),
         )
         self._mover = Mover(self._state)
         self._space = Space(self._state, self._mover)
@@ -101,7 +101,7 @@ class BlockManager:
         self._maintenance: list[asyncio.Task[None]] = []
         self._closing: asyncio.Future[None] | None = None
         self._fetcher = Fetcher(self._state, self._loader, self._granter, self._note_fill)
-        self._putter = Putter(self._state, self._space, self._mover, self._note_fill)
+        self._putter = Putter(self._state, self._space, self._mover, self._uses, self._note_fill)
         self._departure = Departure(self._state, self._space, self._mover)
         self._needs_aging = asyncio.Event()
 

@@ -15,6 +15,9 @@ from kvstore.miss import MissReason
 from kvstore.policy import EvictionPolicy
 from kvstore.tier import BlockId, Slot, SlotTier, StorageKey, Tier
 
+_LEFT_FOR_ROOM = (MissReason.EVICTED, MissReason.NOT_ADMITTED)
+"""Reasons to leave that say nothing about a block but that others are worth more: it may come again."""
+
 
 class WriteMode(enum.Enum):
     """When a block is written to the tiers below the top one.
@@ -185,17 +188,30 @@ class State:
             slots += self.top.allocate_staging(length_bytes)
         return slots
 
-    def publish_top(self, entries: Sequence[BlockEntry]) -> None:
-        """Tell the policy of entries of one chain whose top copies became READY."""
+    def publish_top(self, entries: Sequence[BlockEntry], *, is_use: bool) -> None:
+        """Tell the policy of entries of one chain whose top copies became READY; is that a use by itself?"""
         for entry in entries:
             self.directory.forget_gone(entry.name)
-        self.policies[self.top.name].insert([entry.name for entry in entries])
+        self._insert(self.top.name, entries, is_use=is_use)
+
+    def _insert(self, tier: str, entries: Sequence[BlockEntry], *, is_use: bool) -> None:
+        if not entries:
+            return
+        first = entries[0]
+        parent = None if first.parent is None or not first.depth else first.shelf.name(first.parent)
+        self.policies[tier].insert(
+            [entry.name for entry in entries],
+            size_bytes=first.length_bytes,
+            now_s=self.clock(),
+            parent=parent,
+            is_use=is_use,
+        )
 
     def mark_ready(self, entry: BlockEntry, tier: str) -> None:
         """Note that a lower tier has a READY copy; of a shared one that is a belief, and no copy of ours."""
         if tier in self.policies:
             self.directory.set_copy(entry, tier, Copy(CopyState.READY))
-            self.policies[tier].insert([entry.name])
+            self._insert(tier, [entry], is_use=False)
             return
         beliefs = self.beliefs.setdefault(tier, Beliefs())
         changes = self.directory.changes
@@ -221,6 +237,9 @@ class State:
         gone = None if reason is None else Gone(reason, tier, self.clock(), by)
         copy = self.directory.remove_copy(entry, tier, gone)
         if tier in self.policies:
-            self.policies[tier].remove(entry.name)
+            if reason in _LEFT_FOR_ROOM:
+                self.policies[tier].evict(entry.name, now_s=self.clock())
+            else:
+                self.policies[tier].remove(entry.name)
         if tier == self.top.name and copy.slot is not None:
             self._free([copy.slot])

@@ -1,5 +1,7 @@
 """The real manager on virtual time, over tiers that stall, fail, forget and damage, under many clients.
 
+Seeds take turns with the policies.
+
 A seed decides everything, and a failure prints it: set KVSTORE_SIMULATION_SEED to run that one alone.
 """
 
@@ -14,6 +16,7 @@ from kvstore.checksum import checksum
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.manager import BlockManager
+from kvstore.policy import POLICIES
 from kvstore.state import ManagerSettings
 from kvstore.tier import Medium, Probe, ReadOutcome, ReadStatus, TierHealth, WriteStatus
 from kvstore_tiers.dram import DramTier
@@ -129,6 +132,7 @@ class FaultyTier:
 class Simulation:
     def __init__(self, seed):
         self.rng = random.Random(seed)
+        self.new_policy = list(POLICIES.values())[seed % len(POLICIES)]
         self.faults = self.rng.choice([0.0, 0.02, 0.2])
         sizes = {"capacity_blocks": self.rng.randint(2, 24), "faults": self.faults}
         self.ssd = FaultyTier("ssd", self.rng, is_shared=False, **sizes)
@@ -155,7 +159,9 @@ class Simulation:
         limits = ManagerSettings(
             timeout_s=0.05, lease_s=2.0, write_queue_blocks=8, write_batch_blocks=4, load_batch_blocks=4
         )
-        self.manager = BlockManager(self.dram, [self.ssd, self.remote], settings=limits, clock=loop.time)
+        self.manager = BlockManager(
+            self.dram, [self.ssd, self.remote], settings=limits, new_policy=self.new_policy, clock=loop.time
+        )
         await self.manager.open()
         self.manager.open_namespace(SPACE)
 
