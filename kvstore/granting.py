@@ -137,7 +137,7 @@ class Granter:
         state = self._state
         names = [entry.name for entry in entries]
         for policy in state.policies.values():
-            policy.touch(names)
+            policy.touch(names, now_s=state.clock())
         self._uses.note(entries)
         if state.settings.write_mode is WriteMode.SECOND_HIT:
             self._mover.write_through(entries)

@@ -45,7 +45,7 @@ def _slots_balance(state: State) -> Iterator[str]:
 
 
 def _copies_are_sound(state: State) -> Iterator[str]:
-    known = {tier: set(policy.candidates()) for tier, policy in state.policies.items()}
+    known = {tier: set(policy.candidates(now_s=state.clock())) for tier, policy in state.policies.items()}
     for entry in state.directory.entries():
         name = entry.key.hex()[:12]
         if entry.leases and state.top.name not in entry.copies:

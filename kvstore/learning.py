@@ -67,7 +67,9 @@ class Learner:
             names, strangers = state.directory.adopt(headers, tier.name)
             if names:
                 # One "chain" whose first block is the most recently used: policies insert from the back.
-                state.policies[tier.name].insert(names[::-1])
+                state.policies[tier.name].insert(
+                    names[::-1], size_bytes=headers[0].length_bytes, now_s=state.clock()
+                )
         if strangers:
             logger.warning("%s: %d blocks contradict their namespace: dropped", tier.name, len(strangers))
             await tier.drop(strangers)

@@ -21,7 +21,7 @@ from kvstore.layout import Part
 from kvstore.learning import Learner
 from kvstore.loading import Loader
 from kvstore.mover import Mover
-from kvstore.policy import EvictionPolicy, LruPolicy
+from kvstore.policy import LruPolicy, NewPolicy
 from kvstore.presence import find_present
 from kvstore.putting import Putter
 from kvstore.recency import Uses
@@ -74,7 +74,7 @@ class BlockManager:
         lower: Sequence[Tier],
         *,
         settings: ManagerSettings | None = None,
-        new_policy: Callable[[], EvictionPolicy] = LruPolicy,
+        new_policy: NewPolicy = LruPolicy,
         epoch_file: EpochFile | None = None,
         encryption: Encryption | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -82,14 +82,14 @@ class BlockManager:
         names = [top.name, *(tier.name for tier in lower)]
         if len(set(names)) != len(names):
             raise InvalidRequest(f"manager: tier names must differ, got {', '.join(names)}")
-        certain = [top.name, *(tier.name for tier in lower if not tier.is_shared)]
+        certain = [top, *(tier for tier in lower if not tier.is_shared)]
         self._state = State(
             top=top,
             lower=tuple(lower),
-            policies={name: new_policy() for name in certain},
+            policies={tier.name: new_policy(tier.capacity_bytes) for tier in certain},
             settings=settings or ManagerSettings(),
             clock=clock,
-            directory=Directory(certain),
+            directory=Directory([tier.name for tier in certain]),
         )
         self._mover = Mover(self._state)
         self._space = Space(self._state, self._mover)

@@ -324,4 +324,4 @@ class Putter:
         entries = shelf.entries
         names = [entries[key].name for key in chain.keys if key in entries]
         for policy in self._state.policies.values():
-            policy.touch(names)
+            policy.touch(names, now_s=self._state.clock())

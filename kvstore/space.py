@@ -52,7 +52,7 @@ def plan_departures(
     planned_children: dict[BlockEntry, int] = {}
     passed_over: set[BlockEntry] = set()
     planned_bytes = 0
-    for name in state.policies[tier].candidates():
+    for name in state.policies[tier].candidates(now_s=state.clock()):
         entry = state.directory.find(name)
         if entry is not None and only is not None and entry.shelf.namespace != only:
             continue

@@ -182,13 +182,25 @@ class State:
         """Tell the policy of entries of one chain whose top copies became READY."""
         for entry in entries:
             self.directory.forget_gone(entry.name)
-        self.policies[self.top.name].insert([entry.name for entry in entries])
+        self._insert(self.top.name, entries)
+
+    def _insert(self, tier: str, entries: Sequence[BlockEntry]) -> None:
+        if not entries:
+            return
+        first = entries[0]
+        parent = None if first.parent is None or not first.depth else first.shelf.name(first.parent)
+        self.policies[tier].insert(
+            [entry.name for entry in entries],
+            size_bytes=first.length_bytes,
+            now_s=self.clock(),
+            parent=parent,
+        )
 
     def mark_ready(self, entry: BlockEntry, tier: str) -> None:
         """Note that a lower tier has a READY copy; of a shared one that is a belief, and no copy of ours."""
         if tier in self.policies:
             self.directory.set_copy(entry, tier, Copy(CopyState.READY))
-            self.policies[tier].insert([entry.name])
+            self._insert(tier, [entry])
             return
         self.beliefs.setdefault(tier, Beliefs()).note(entry.name)
         if tier in entry.copies:

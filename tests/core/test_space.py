@@ -41,7 +41,7 @@ def store(state, chain, *, one_by_one=False):
         entries.append(entry)
         parent = key
     for group in [[entry] for entry in entries] if one_by_one else [entries]:
-        state.policies["dram"].insert([entry.name for entry in group])
+        state.policies["dram"].insert([entry.name for entry in group], size_bytes=4096, now_s=0.0)
     return entries
 
 
@@ -82,7 +82,7 @@ def test_a_chain_whose_claims_disagree_cannot_keep_blocks_forever(state):
     second = state.directory.entry(shelf, other, one, 3)
     for slot, entry in enumerate((first, second)):
         state.directory.set_copy(entry, "dram", Copy(CopyState.READY, Slot(slot)))
-        state.policies["dram"].insert([entry.name])
+        state.policies["dram"].insert([entry.name], size_bytes=4096, now_s=0.0)
 
     assert sorted(plan(state, 99), key=id) == sorted([first, second], key=id)
 

@@ -1,0 +1,42 @@
+"""Eviction policies: which blocks of a tier are worth their room, and which are not even stored."""
+
+from collections.abc import Callable
+
+from kvstore.errors import InvalidConfig
+from kvstore.policy.cache import PolicyCache, Served
+from kvstore.policy.order import FifoPolicy, LruPolicy
+from kvstore.policy.protocol import NO_HINT, EvictionPolicy, Hint, Offer
+
+NewPolicy = Callable[[int], EvictionPolicy]
+"""Makes a policy for a tier of so many bytes."""
+
+POLICIES: dict[str, NewPolicy] = {"fifo": FifoPolicy, "lru": LruPolicy}
+"""Policies by the name a configuration gives them."""
+
+
+def policy_named(name: str) -> NewPolicy:
+    """Return the constructor of a policy; it takes the capacity in bytes. Dashes may be left out.
+
+    Raises:
+        InvalidConfig: no policy has that name.
+    """
+    plain = {known.replace("-", ""): new_policy for known, new_policy in POLICIES.items()}
+    try:
+        return plain[name.replace("-", "")]
+    except KeyError:
+        raise InvalidConfig(f"policy {name!r} is unknown, expected one of {', '.join(POLICIES)}") from None
+
+
+__all__ = [
+    "NO_HINT",
+    "POLICIES",
+    "EvictionPolicy",
+    "FifoPolicy",
+    "Hint",
+    "LruPolicy",
+    "NewPolicy",
+    "Offer",
+    "PolicyCache",
+    "Served",
+    "policy_named",
+]

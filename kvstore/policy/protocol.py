@@ -1,0 +1,100 @@
+"""EvictionPolicy: an order over the blocks of one tier, least worth keeping first; no I/O, no clock."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from kvstore.tier import StorageKey
+
+
+class Hint(NamedTuple):
+    """What a request says of its blocks' future. Every field is a claim that may be wrong.
+
+    ``ends_session``: nothing follows it. ``is_one_off``: nobody asks for its new blocks again.
+    ``next_use_s``: seconds until its blocks are expected to be used again. ``priority``: each step up makes a
+    block worth twice as much; -4 to 4. ``output_tokens``: how long its answer is.
+    """
+
+    ends_session: bool = False
+    is_one_off: bool = False
+    next_use_s: float | None = None
+    priority: int = 0
+    output_tokens: int | None = None
+
+
+NO_HINT = Hint()
+"""The hint of a request that says nothing."""
+
+
+class Offer(NamedTuple):
+    """Blocks just computed that compete for room with those that are stored.
+
+    ``blocks`` are new ones of one chain, in chain order, of ``size_bytes`` each. ``parent`` is the block
+    before the first of them, None at the start of a chain.
+    """
+
+    blocks: Sequence[StorageKey]
+    size_bytes: int
+    parent: StorageKey | None = None
+    hint: Hint = NO_HINT
+
+
+class EvictionPolicy(Protocol):
+    """What the owner of a tier asks of a policy. It names candidates; the owner skips those it must keep.
+
+    One request goes: ``touch`` what is stored of its chain; if there is no room for the rest, walk
+    ``candidates`` with an offer of it, and take what comes until the rest fits: a stored block is evicted, an
+    offered one is refused; then ``evict``, ``refuse`` and ``insert`` tell what was done. Nothing is
+    remembered between these calls but blocks that were inserted, and ghosts.
+
+    Above every policy the owner keeps two laws: a leased block is never a victim, and a block with a child in
+    the same tier is no victim before that child.
+
+    Instants are seconds of one monotonic clock, the caller's. Ghosts (blocks that are remembered but not
+    stored) are bounded. The same calls give the same order.
+    """
+
+    def touch(self, blocks: Sequence[StorageKey], *, now_s: float, hint: Hint = NO_HINT) -> None:
+        """Learn of a use of blocks of one chain, in chain order. Unknown ones are ignored."""
+
+    def insert(
+        self,
+        blocks: Sequence[StorageKey],
+        *,
+        size_bytes: int,
+        now_s: float,
+        parent: StorageKey | None = None,
+        hint: Hint = NO_HINT,
+    ) -> None:
+        """Learn of stored blocks of one chain, in chain order, of ``size_bytes`` each. A known one: touch.
+
+        ``parent`` is the block before the first of them, None if that is not known or there is none.
+        """
+
+    def candidates(self, *, now_s: float, offer: Offer | None = None) -> Iterator[StorageKey]:
+        """Yield stored blocks and those of the offer that are worth no more, least worth keeping first.
+
+        Of the offer the last block comes first. Nothing is changed, and it is stale once anything is.
+        """
+
+    def evict(self, block: StorageKey, *, now_s: float) -> None:
+        """A block leaves to make room: it may be remembered as a ghost. An unknown one is ignored."""
+
+    def refuse(self, offer: Offer, *, now_s: float) -> None:
+        """Blocks were offered and not stored: they may be remembered as ghosts."""
+
+    def remove(self, block: StorageKey) -> None:
+        """Forget a block that was dropped, and its ghost. An unknown one is ignored."""
+
+    def to_state(self) -> dict[str, object]:
+        """Return what was learned of the traffic, ready for msgpack, bounded; blocks are not part of it."""
+
+    def from_state(self, state: dict[str, object]) -> None:
+        """Take over what an earlier policy of the same kind learned.
+
+        Raises:
+            ValueError: it is not what ``to_state`` returns; nothing was taken over.
+        """
+
+    def __contains__(self, block: object) -> bool: ...
+
+    def __len__(self) -> int: ...
