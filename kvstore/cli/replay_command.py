@@ -19,6 +19,7 @@ from kvstore.replay import (
     as_dict,
     default_capacities,
     draw_curves,
+    lru_curve,
     policy_names,
     policy_of,
     read_trace,
@@ -110,6 +111,9 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="measured speed of the engine's prefill, to count the seconds that hits save",
     )
+    parser.add_argument(
+        "--lru-curve", action="store_true", help="tell and draw what LRU hits at every capacity, in one pass"
+    )
     parser.add_argument("--svg", metavar="FILE", help="draw hit rate against capacity into a file")
     parser.add_argument("--json", action="store_true", help="end with one JSON object on stdout")
 
@@ -124,17 +128,18 @@ def run(args: argparse.Namespace) -> int:
     bar = ProgressBar(sys.stderr)
     try:
         trace = _read(args, bar)
+        curve = lru_curve(_stored(trace, args)) if args.lru_curve else None
         plan = ReplayPlan(
             policies, _capacities(args, trace), tiers=tiers, tells_output=args.hint_output_length
         )
-        results = replay(trace.full_blocks_only() if args.full_blocks_only else trace, plan, bar)
+        results = replay(_stored(trace, args), plan, bar)
     finally:
         bar.clear()
     print(table(trace, results, prices), file=sys.stderr if args.json else sys.stdout)
     if args.svg:
-        Path(args.svg).write_text(draw_curves(results, title=_title(trace)), encoding="utf-8")
+        Path(args.svg).write_text(draw_curves(results, title=_title(trace), lru=curve), encoding="utf-8")
     if args.json:
-        print(json.dumps(as_dict(trace, results, prices)))
+        print(json.dumps(as_dict(trace, results, prices, lru=curve)))
     return 0
 
 
@@ -150,6 +155,10 @@ def _read(args: argparse.Namespace, bar: ProgressBar) -> Trace:
         skip_bad_lines=args.skip_bad_lines,
         report=bar.show,
     )
+
+
+def _stored(trace: Trace, args: argparse.Namespace) -> Trace:
+    return trace.full_blocks_only() if args.full_blocks_only else trace
 
 
 def _policies(args: argparse.Namespace) -> list[NamedPolicy]:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
+from kvstore.replay.lru_curve import LruCurve
 from kvstore.replay.outcome import BOUND, ReplayResult
 
 _WIDTH, _HEIGHT = 760, 430
@@ -17,8 +18,17 @@ _LABEL_PX = 14
 Point = tuple[float, float]
 
 
-def draw_curves(results: Sequence[ReplayResult], *, title: str, own_policy: str = "gittins") -> str:
-    """Return an SVG of hit blocks in percent by capacity; ``own_policy`` stands out."""
+def draw_curves(
+    results: Sequence[ReplayResult],
+    *,
+    title: str,
+    lru: LruCurve | None = None,
+    own_policy: str = "gittins",
+) -> str:
+    """Return an SVG of hit blocks in percent by capacity; ``own_policy`` stands out.
+
+    ``lru``: the line of that policy goes through all capacities, not only those that were replayed.
+    """
     lines: dict[str, list[Point]] = {}
     for result in results:
         lines.setdefault(result.policy, []).append((result.capacity_blocks, 100 * result.block_hit_ratio))
@@ -36,12 +46,33 @@ def draw_curves(results: Sequence[ReplayResult], *, title: str, own_policy: str 
     colors = iter(_COLORS * (len(lines) // len(_COLORS) + 1))
     for name, points in lines.items():
         color = _INK if name == BOUND else _OWN if name == own_policy else next(colors)
-        parts += _line(name, list(map(frame.place, points)), color, labels[name], is_own=name == own_policy)
+        path = _all_points(lru, points, results[0]) if name == "lru" and lru is not None else points
+        parts += _line(
+            frame, name, path, points, color=color, label_y=labels[name], is_own=name == own_policy
+        )
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _line(name: str, places: Sequence[Point], color: str, label_y: float, *, is_own: bool) -> list[str]:
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+def _all_points(lru: LruCurve, points: Sequence[Point], result: ReplayResult) -> list[Point]:
+    """Return what LRU hits between the first and the last of some points, in percent by capacity."""
+    first, last = points[0][0], points[-1][0]
+    between = [capacity for capacity in lru.capacities() if first < capacity < last]
+    share = 100 / max(result.block_accesses, 1)
+    return [(size, share * lru.at(int(size))[0]) for size in (first, *between, last)]
+
+
+def _line(
+    frame: "_Frame",
+    name: str,
+    line: Sequence[Point],
+    points: Sequence[Point],
+    *,
+    color: str,
+    label_y: float,
+    is_own: bool,
+) -> list[str]:
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(frame.place, line))
+    places = list(map(frame.place, points))
     style = f'fill="none" stroke="{color}" stroke-width="{2.6 if is_own else 1.5}"'
     if name == BOUND:
         style += ' stroke-dasharray="6 4"'

@@ -27,6 +27,13 @@ class LruCurve:
         index = min(capacity_blocks, len(self.hit_blocks) - 1)
         return int(self.hit_blocks[index]), int(self.hit_tokens[index])
 
+    def capacities(self, *, most: int = 256) -> list[int]:
+        """Return capacities from 1 to all blocks, evenly spaced on a logarithmic scale, at most so many."""
+        last = max(len(self.hit_blocks) - 1, 1)
+        return sorted(
+            {round(at) for at in np.geomspace(1, last, min(most, last) if last > most else 4 * last)}
+        )
+
 
 def lru_curve(trace: Trace) -> LruCurve:
     """Return what tail-first LRU hits at every capacity from 0 to the number of unique blocks."""

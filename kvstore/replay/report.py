@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 
+from kvstore.replay.lru_curve import LruCurve
 from kvstore.replay.outcome import Prices, ReplayResult
 from kvstore.replay.trace import Trace
 
 
-def as_dict(trace: Trace, results: Sequence[ReplayResult], prices: Prices) -> dict[str, object]:
+def as_dict(
+    trace: Trace, results: Sequence[ReplayResult], prices: Prices, *, lru: LruCurve | None = None
+) -> dict[str, object]:
     """Return everything for one JSON object."""
-    return {
+    values: dict[str, object] = {
         "trace": trace.source,
         "format": trace.format,
         "block_tokens": trace.block_tokens,
@@ -19,6 +22,14 @@ def as_dict(trace: Trace, results: Sequence[ReplayResult], prices: Prices) -> di
         "notes": list(trace.notes),
         "results": [_result_dict(result, prices) for result in results],
     }
+    if lru is not None:
+        values["lru_curve"] = [_point(lru, capacity) for capacity in lru.capacities()]
+    return values
+
+
+def _point(lru: LruCurve, capacity_blocks: int) -> dict[str, int]:
+    hit_blocks, hit_tokens = lru.at(capacity_blocks)
+    return {"capacity_blocks": capacity_blocks, "hit_blocks": hit_blocks, "hit_tokens": hit_tokens}
 
 
 def _result_dict(result: ReplayResult, prices: Prices) -> dict[str, object]:
