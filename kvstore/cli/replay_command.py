@@ -20,6 +20,7 @@ from kvstore.replay import (
     default_capacities,
     draw_curves,
     lru_curve,
+    own_policy,
     policy_names,
     policy_of,
     read_trace,
@@ -164,7 +165,7 @@ def _stored(trace: Trace, args: argparse.Namespace) -> Trace:
 def _policies(args: argparse.Namespace) -> list[NamedPolicy]:
     named = args.policies if args.policies is not None or args.policy else _DEFAULT_POLICIES
     names = [name.strip() for name in (named or "").split(",") if name.strip()]
-    policies = [policy_of(name) for name in [*names, *args.policy]]
+    policies = [*map(policy_of, names), *map(own_policy, args.policy)]
     if not policies:
         raise InvalidRequest("replay: --policies names none")
     return require_distinct(policies)

@@ -1,7 +1,7 @@
 """Replay of recorded traffic through eviction policies, and the best that any of them could do."""
 
 from kvstore.replay.bound import next_uses, replay_bound
-from kvstore.replay.choosing import NamedPolicy, policy_names, policy_of, require_distinct
+from kvstore.replay.choosing import NamedPolicy, own_policy, policy_names, policy_of, require_distinct
 from kvstore.replay.curves import draw_curves
 from kvstore.replay.lru_curve import LruCurve, lru_curve
 from kvstore.replay.outcome import BOUND, Prices, ReplayResult, Tally, TierTally
@@ -32,6 +32,7 @@ __all__ = [
     "draw_curves",
     "lru_curve",
     "next_uses",
+    "own_policy",
     "policy_names",
     "policy_of",
     "read_trace",

@@ -65,8 +65,7 @@ def policy_of(text: str) -> NamedPolicy:
         InvalidRequest: there is none.
     """
     if ":" in text:
-        new = load_class(text)
-        return NamedPolicy(text.rpartition(":")[2], new, Path(text.rpartition(":")[0]))
+        return own_policy(text)
     known = {_plain(name): new for name, new in POLICIES.items()}
     plain = _plain(text)
     if plain == BOUND:
@@ -74,6 +73,16 @@ def policy_of(text: str) -> NamedPolicy:
     if plain not in known:
         raise InvalidRequest(f"policy {text!r} is unknown, expected some of {', '.join(policy_names())}")
     return NamedPolicy(text.lower(), known[plain])
+
+
+def own_policy(where: str) -> NamedPolicy:
+    """Return the policy that is the class ``FILE.py:CLASS``. The file is run.
+
+    Raises:
+        InvalidRequest: there is no such class.
+    """
+    path, _, name = where.rpartition(":")
+    return NamedPolicy(name, load_class(where), Path(path))
 
 
 def require_distinct(policies: list[NamedPolicy]) -> list[NamedPolicy]:

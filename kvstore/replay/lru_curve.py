@@ -30,9 +30,9 @@ class LruCurve:
     def capacities(self, *, most: int = 256) -> list[int]:
         """Return capacities from 1 to all blocks, evenly spaced on a logarithmic scale, at most so many."""
         last = max(len(self.hit_blocks) - 1, 1)
-        return sorted(
-            {round(at) for at in np.geomspace(1, last, min(most, last) if last > most else 4 * last)}
-        )
+        if last <= most:
+            return list(range(1, last + 1))
+        return sorted({round(at) for at in np.geomspace(1, last, most).tolist()})
 
 
 def lru_curve(trace: Trace) -> LruCurve:

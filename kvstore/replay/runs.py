@@ -64,7 +64,8 @@ def replay(trace: Trace, plan: ReplayPlan, progress: Progress) -> list[ReplayRes
     for policy in plan.policies:
         for capacity in capacities:
             bound, seconds = bounds[capacity]
-            tally, tiers = bound, ()
+            tally = bound
+            tiers: tuple[TierTally, ...] = ()
             if policy.new is not None:
                 progress.start(f"{policy.name} {capacity}", trace.requests)
                 started_s = time.perf_counter()

@@ -138,7 +138,7 @@ def test_without_capacities_the_trace_says_them(replay):
     ],
 )
 def test_bad_arguments_are_one_line(replay, arguments, said):
-    status, out, err = replay(*arguments)
+    status, out, err = replay("--policies", "lru", *arguments)
 
     assert (status, out) == (2, "")
     assert said in err
