@@ -73,6 +73,18 @@ class TraceLines:
                 continue
             yield value
 
+    def objects(self) -> Iterator[Mapping[str, Any]]:  # Any: JSON values
+        """Yield each line's value; other values than objects are bad lines.
+
+        Raises:
+            InvalidTrace: as for all values, or a line is no object.
+        """
+        for value in self:
+            if isinstance(value, dict):
+                yield value
+            else:
+                self.complain(BadLine("is no JSON object"))
+
     def complain(self, error: BadLine) -> None:
         """Raise what is wrong with the last line, or count it.
 

@@ -1,21 +1,14 @@
 """Reading a trace: which format it has, what its blocks hold, and the whole of it."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 from kvstore.errors import InvalidTrace
+from kvstore.replay.access_lines import MARK, AccessLines
 from kvstore.replay.kv_events import KvEvents, is_event_line
-from kvstore.replay.lines import BadLine, TraceLines, open_lines
-from kvstore.replay.request_lines import (
-    ACCESS_LOG_MARK,
-    BAILIAN_BLOCK_TOKENS,
-    MOONCAKE_BLOCK_TOKENS,
-    access_log_block_tokens,
-    read_access_log,
-    read_bailian,
-    read_mooncake,
-)
+from kvstore.replay.lines import TraceLines, open_lines
+from kvstore.replay.request_lines import BAILIAN_BLOCK_TOKENS, MOONCAKE_BLOCK_TOKENS, HashedLines
 from kvstore.replay.trace import Trace, TraceBuilder, TraceRequest
 
 FORMATS = ("mooncake", "bailian", "vllm", "access-log")
@@ -46,18 +39,15 @@ def read_trace(
     with open_lines(path, skips=skip_bad_lines) as lines:
         first = lines.peek()
         chosen = format_name or _format_of(first, lines.source)
-        events = KvEvents(block_tokens)
-        tokens = block_tokens or _block_tokens(chosen, first, lines.source)
+        reader = _reader(chosen, block_tokens)
         builder = TraceBuilder(source=lines.source, format_name=chosen)
-        requests = _requests(chosen, lines, tokens, events)
-        for request in itertools.islice(requests, max_requests):
+        for request in itertools.islice(reader.read(lines), max_requests):
             _add(builder, request, lines)
             if report is not None and len(builder) % _REPORT_EVERY == 0:
                 report(lines.read_bytes)
         if not len(builder):
             raise InvalidTrace(f"{lines.source}: no request in it, read as {chosen}: see --format")
-        notes = [*lines.notes(), *(events.notes() if chosen == "vllm" else [])]
-        return builder.build(events.block_tokens or tokens, notes)
+        return builder.build(reader.block_tokens or 1, [*lines.notes(), *reader.notes()])
 
 
 def _add(builder: TraceBuilder, request: TraceRequest, lines: TraceLines) -> None:
@@ -67,18 +57,28 @@ def _add(builder: TraceBuilder, request: TraceRequest, lines: TraceLines) -> Non
         raise InvalidTrace(f"{lines.source}: line {lines.line_number}: {error}") from error
 
 
-def _requests(
-    format_name: str, lines: TraceLines, block_tokens: int, events: KvEvents
-) -> Iterator[TraceRequest]:
+class _Reader(Protocol):
+    """What reads one format. ``block_tokens`` is known once a request was read."""
+
+    block_tokens: int | None
+
+    def read(self, lines: TraceLines) -> Iterator[TraceRequest]:
+        """Yield the requests."""
+
+    def notes(self) -> list[str]:
+        """Say what was left out or guessed."""
+
+
+def _reader(format_name: str, block_tokens: int | None) -> _Reader:
     match format_name:
         case "mooncake":
-            return read_mooncake(lines, block_tokens)
+            return HashedLines(block_tokens or MOONCAKE_BLOCK_TOKENS, ticks_per_s=1000)
         case "bailian":
-            return read_bailian(lines, block_tokens)
+            return HashedLines(block_tokens or BAILIAN_BLOCK_TOKENS, ticks_per_s=1)
         case "access-log":
-            return read_access_log(lines, block_tokens)
+            return AccessLines(block_tokens)
         case "vllm":
-            return events.read(lines)
+            return KvEvents(block_tokens)
         case _:
             raise InvalidTrace(f"format {format_name!r} is unknown, expected one of {', '.join(FORMATS)}")
 
@@ -86,7 +86,7 @@ def _requests(
 def _format_of(value: Any, source: str) -> str:  # Any: a JSON value
     """Return the format of a trace that begins with this value."""
     if isinstance(value, dict):
-        if ACCESS_LOG_MARK in value:
+        if MARK in value:
             return "access-log"
         if "hash_ids" in value:
             return "bailian" if "chat_id" in value else "mooncake"
@@ -96,25 +96,3 @@ def _format_of(value: Any, source: str) -> str:  # Any: a JSON value
         f"{source}: line 1 looks like none of the formats {', '.join(FORMATS)}: give --format, or see"
         " docs/replay.md"
     )
-
-
-def _block_tokens(format_name: str, first: Any, source: str) -> int:  # Any: a JSON value
-    """Return the block size that the format or its first line has; 0 where later lines tell it."""
-    match format_name:
-        case "mooncake":
-            return MOONCAKE_BLOCK_TOKENS
-        case "bailian":
-            return BAILIAN_BLOCK_TOKENS
-        case "access-log":
-            return _from_header(first, source)
-        case _:
-            return 0
-
-
-def _from_header(first: Any, source: str) -> int:  # Any: a JSON value
-    if not isinstance(first, Mapping) or ACCESS_LOG_MARK not in first:
-        raise InvalidTrace(f"{source}: line 1 is no head of an access log: give --block-tokens")
-    try:
-        return access_log_block_tokens(first)
-    except BadLine as error:
-        raise InvalidTrace(f"{source}: line 1: {error}") from error

@@ -133,7 +133,7 @@ def test_without_capacities_the_trace_says_them(replay):
         (["--block-bytes", "none"], "--block-bytes"),
         (["--prefill-tokens-per-s", "0"], "expected a number above 0"),
         (["--requests", "-1"], "expected a whole number from 1"),
-        (["--format", "access-log"], "give --block-tokens"),
+        (["--format", "access-log"], "line 1: has no blocks"),
         (["--policy", "mine"], "expected FILE.py:CLASS"),
     ],
 )

@@ -59,11 +59,11 @@ def test_the_same_id_under_another_parent_is_another_block(tmp_path):
 def test_an_access_log_says_its_block_size_and_names_blocks_by_text(tmp_path):
     path = write_lines(
         tmp_path / "access.jsonl",
-        {"kvstore_access_log": 1, "block_tokens": 32},
-        {"t": 1.5, "blocks": ["ab", "cd"]},
-        {"t": 2.5, "blocks": ["ab"]},
-        {"kvstore_access_log": 1, "block_tokens": 32},
-        {"t": 3.5, "blocks": ["ab"]},
+        {"kvstore_access_log": 1, "session": "x"},
+        {"t": 1.5, "n": 32, "blocks": ["ab", "cd"]},
+        {"t": 2.5, "n": 32, "blocks": ["ab"]},
+        {"kvstore_access_log": 1, "session": "x"},
+        {"t": 3.5, "n": 32, "blocks": ["ab"]},
     )
 
     trace = read_trace(path)
@@ -162,9 +162,10 @@ def test_a_line_without_end_is_not_read_into_memory(tmp_path, monkeypatch):
     [
         ("", "is empty"),
         ('{"a": 1}\n', "looks like none of the formats mooncake, bailian, vllm, access-log: give --format"),
-        ('{"kvstore_access_log": 2, "block_tokens": 16}\n', "expected 1"),
-        ('{"kvstore_access_log": 1, "block_tokens": 0}\n', "block_tokens is 0"),
-        ('{"kvstore_access_log": 1, "block_tokens": 16}\n', "no request in it, read as access-log"),
+        ('{"kvstore_access_log": 2}\n', "kvstore_access_log is 2, expected 1"),
+        ('{"kvstore_access_log": 1}\n{"t": 1, "n": 0, "blocks": []}', "n is 0, expected the tokens"),
+        ('{"kvstore_access_log": 1}\n{"t": 1, "blocks": []}', "has no n, expected a whole number"),
+        ('{"kvstore_access_log": 1}\n', "no request in it, read as access-log"),
     ],
 )
 def test_a_file_that_is_no_trace_says_so(tmp_path, text, said):
@@ -185,12 +186,22 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path):
         read_trace(str(tmp_path / "absent"))
 
 
-def test_an_access_log_without_its_head_needs_the_block_size(tmp_path):
-    path = write_lines(tmp_path / "access.jsonl", {"t": 1, "blocks": ["ab"]})
+def test_each_session_of_a_store_goes_on_where_the_one_before_ended(tmp_path):
+    head, other = ({"kvstore_access_log": 1, "session": name} for name in "xy")
+    lines = [{"t": at, "n": 16, "blocks": ["ab"]} for at in (5, 9, 2)]
 
-    with pytest.raises(InvalidTrace, match="give --block-tokens"):
-        read_trace(path, format_name="access-log")
-    assert read_trace(path, format_name="access-log", block_tokens=16).requests == 1
+    trace = read_trace(write_lines(tmp_path / "log.jsonl", head, lines[0], head, lines[1], other, lines[2]))
+
+    assert trace.arrival_s.tolist() == [5, 9, 11]
+
+
+def test_requests_with_blocks_of_another_size_are_left_out_and_told(tmp_path):
+    lines = [{"t": 1, "n": size, "blocks": ["ab"]} for size in (16, 32, 16)]
+
+    trace = read_trace(write_lines(tmp_path / "log.jsonl", {"kvstore_access_log": 1}, *lines))
+
+    assert (trace.requests, trace.block_tokens) == (2, 16)
+    assert trace.notes == ("1 requests left out: their blocks have not 16 tokens",)
 
 
 def stored(hashes, parent=None, **fields):
