@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Self
 
+from kvstore.access_log import AccessLog
 from kvstore.assembly import Store, assemble
 from kvstore.config import Config, HttpConfig
 from kvstore.errors import ServerUnavailable
@@ -29,13 +30,15 @@ async def serving(
     *,
     socket_path: str | os.PathLike[str] | None = None,
     stay_awake: Callable[[float], None] | None = None,
+    access_log: AccessLog | None = None,
 ) -> AsyncIterator[StoreServer]:
     """Open the store a configuration describes and serve it, at ``socket_path`` if one is given.
 
-    ``stay_awake`` is told for how many seconds the loop should not go to sleep.
+    ``stay_awake`` is told for how many seconds the loop should not go to sleep. ``access_log`` is started and
+    closed with the server.
 
     Raises:
-        InvalidConfig: the socket or the configuration cannot be used.
+        InvalidConfig: the socket, the access log or the configuration cannot be used.
         TierUnavailable: a tier cannot be opened.
     """
     store = assemble(config)
@@ -45,8 +48,9 @@ async def serving(
         socket_path=socket_path,
         max_connections=config.server.max_connections,
         stay_awake=stay_awake,
+        access_log=access_log,
     )
-    face = None if config.http is None else _http_face(config, config.http, store, server)
+    face = None if config.http is None else _http_face(config, config.http, store, server, access_log)
     async with contextlib.AsyncExitStack() as stack:
         # First the addresses: where another server has them, no folder of a tier is made or touched.
         stack.push_async_callback(server.stop)
@@ -55,6 +59,10 @@ async def serving(
             stack.push_async_callback(face.stop)
             await face.listen()
             server.http_url = face.url
+        if access_log is not None:
+            access_log.start()
+            stack.push_async_callback(asyncio.to_thread, access_log.close)
+            server.counters.access_log = access_log.as_dict
         stack.push_async_callback(store.manager.close)
         await store.manager.open()
         stack.push_async_callback(store.records.close)
@@ -67,7 +75,9 @@ async def serving(
         yield server
 
 
-def _http_face(config: Config, http: HttpConfig, store: Store, server: StoreServer) -> "HttpFace":
+def _http_face(
+    config: Config, http: HttpConfig, store: Store, server: StoreServer, access_log: AccessLog | None
+) -> "HttpFace":
     # Only a store with such a section needs aiohttp.
     from kvstore.doors import Doors
     from kvstore.http import HttpFace, Limits
@@ -91,6 +101,7 @@ def _http_face(config: Config, http: HttpConfig, store: Store, server: StoreServ
         lease_s=config.store.lease_s,
         server_stats=server.counters.as_dict,
         records=store.records,
+        access_log=access_log,
     )
 
 

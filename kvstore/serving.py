@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
+from kvstore.access_log import Access, AccessLog
 from kvstore.answering import (
     answer_erase,
     answer_exists,
@@ -37,6 +38,7 @@ from kvstore.errors import (
 from kvstore.late_work import LateWork
 from kvstore.log_limit import LimitedWarning
 from kvstore.manager import BlockManager
+from kvstore.message_fields import ChainRequest
 from kvstore.messages import (
     AdvanceEpoch,
     Answer,
@@ -112,6 +114,16 @@ _LONGEST_WAKE_S = 300e-6
 """How long the loop is kept awake for what a client sends after its copy, which is taken to run at that rate;
 after a longer copy the time that waking takes does not count."""
 
+_ACCESSES: dict[type[Request], Access] = {
+    Match: Access.LOOK,
+    MatchAndLease: Access.LOOK,
+    Peek: Access.PEEK,
+    Fetch: Access.TAKE,
+    LeaseChain: Access.TAKE,
+    Reserve: Access.STORE,
+}
+"""What the requests of the data path do, for the access log."""
+
 _UNTIMED_S = 10.0
 """How long an operation is waited for whose request gives no time."""
 
@@ -129,6 +141,7 @@ class ServerCounters:
     failed_requests: int = 0
     corrupt_reports: int = 0
     requests: Counter[str] = field(default_factory=Counter)
+    access_log: Callable[[], dict[str, int]] | None = None
 
     def as_dict(self) -> dict[str, object]:
         """Return a JSON-ready copy."""
@@ -142,6 +155,7 @@ class ServerCounters:
             "failed_requests": self.failed_requests,
             "corrupt_reports": self.corrupt_reports,
             "requests": dict(self.requests),
+            **({} if self.access_log is None else {"access_log": self.access_log()}),
         }
 
 
@@ -166,7 +180,9 @@ class Connection(asyncio.BufferedProtocol):
         late_work: LateWork,
         on_end: Callable[["Connection"], None],
         stay_awake: Callable[[float], None] | None = None,
+        access_log: AccessLog | None = None,
     ) -> None:
+        self._access_log = access_log
         self._manager = manager
         self._records = records
         self._decoder = decoder
@@ -312,6 +328,8 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse(error, frame.request_id)
             return
         self._counters.requests[type(request).__name__.lower()] += 1
+        if self._access_log is not None:
+            self._note_access(self._access_log, request)
         if isinstance(request, Release):
             self._release(request)
         elif isinstance(request, ReturnSlots):
@@ -327,6 +345,11 @@ class Connection(asyncio.BufferedProtocol):
             self._in_flight[frame.request_id] = task
             self._idle.clear()
             task.add_done_callback(lambda _: self._finish(frame.request_id))
+
+    def _note_access(self, log: AccessLog, request: Request) -> None:
+        access = _ACCESSES.get(type(request))
+        if access is not None and isinstance(request, ChainRequest):
+            log.note(self._owner, access, request.about.chain, request.about.part)
 
     def _finish(self, request_id: int) -> None:
         del self._in_flight[request_id]

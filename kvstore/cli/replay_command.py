@@ -6,7 +6,7 @@ import math
 import sys
 from pathlib import Path
 
-from kvstore.config_values import BadValue, Kind, Rule
+from kvstore.cli.size_argument import size_argument
 from kvstore.errors import InvalidRequest
 from kvstore.replay import (
     FORMATS,
@@ -31,7 +31,6 @@ from kvstore.replay import (
 
 _DEFAULT_POLICIES = "lru,arc,s3fifo,gittins,bound"
 _MAX_CAPACITY = 2**40
-_SIZE = Rule("a size", Kind.SIZE, low=1, high=2**60)
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -104,7 +103,7 @@ def _add_caching(parser: argparse.ArgumentParser) -> None:
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--block-bytes", type=_bytes, metavar="SIZE", help="size of a block, to count written bytes"
+        "--block-bytes", type=size_argument, metavar="SIZE", help="size of a block, to count written bytes"
     )
     parser.add_argument(
         "--prefill-tokens-per-s",
@@ -205,7 +204,7 @@ def _capacity(text: str, block_bytes: int | None, argument: str) -> int:
         )
     else:
         try:
-            blocks = _bytes(text) // block_bytes
+            blocks = size_argument(text) // block_bytes
         except argparse.ArgumentTypeError as error:
             raise InvalidRequest(f"replay: {argument}: {error}") from error
     if not 1 <= blocks <= _MAX_CAPACITY:
@@ -222,13 +221,6 @@ def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) < 2**40:
         raise argparse.ArgumentTypeError(f"is {text}, expected a whole number from 1")
     return int(text)
-
-
-def _bytes(text: str) -> int:
-    try:
-        return int(str(_SIZE.read(text)))
-    except BadValue as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _rate(text: str) -> float:

@@ -9,7 +9,9 @@ import os
 import signal
 from collections.abc import Callable
 
+from kvstore.access_log import DEFAULT_MAX_BYTES, AccessLog
 from kvstore.awake_selector import AwakeSelector
+from kvstore.cli.size_argument import size_argument
 from kvstore.config import Config, load_config
 from kvstore.core_dumps import become_undumpable, leave_no_core_file
 from kvstore.log_limit import LimitedTracebacks
@@ -26,6 +28,18 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument(
         "--config", metavar="FILE", help="TOML file (default: $KVSTORE_CONFIG, else the defaults)"
+    )
+    parser.add_argument(
+        "--access-log",
+        metavar="FILE",
+        help="write which blocks are asked for, under hashed names, for kvstore replay",
+    )
+    parser.add_argument(
+        "--access-log-bytes",
+        type=size_argument,
+        default=DEFAULT_MAX_BYTES,
+        metavar="SIZE",
+        help="how large the file and the one before it, FILE.1, may become together (default: 1GiB)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON line when ready, and one when stopped"
@@ -48,17 +62,27 @@ def run(args: argparse.Namespace) -> int:
         LimitedTracebacks.installed(),
         asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner,
     ):
-        runner.run(_serve(config, stay_awake=selector.stay_awake, as_json=args.json))
+        runner.run(_serve(config, _access_log(args), stay_awake=selector.stay_awake, as_json=args.json))
     return 0
 
 
-async def _serve(config: Config, *, stay_awake: Callable[[float], None], as_json: bool) -> None:
+def _access_log(args: argparse.Namespace) -> AccessLog | None:
+    if args.access_log is None:
+        return None
+    return AccessLog(args.access_log, max_bytes=args.access_log_bytes)
+
+
+async def _serve(
+    config: Config, access_log: AccessLog | None, *, stay_awake: Callable[[float], None], as_json: bool
+) -> None:
     loop = asyncio.get_running_loop()
     told_to_stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told_to_stop.set)
     socket_path = str(config.server.socket)
-    async with serving(config, socket_path=socket_path, stay_awake=stay_awake) as server:
+    async with serving(
+        config, socket_path=socket_path, stay_awake=stay_awake, access_log=access_log
+    ) as server:
         # What is there by now stays: no collection looks at it again, which would take tens of milliseconds.
         gc.collect()
         gc.freeze()

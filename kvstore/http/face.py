@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from aiohttp import web
 
+from kvstore.access_log import AccessLog
 from kvstore.doors import Doors
 from kvstore.http.counters import HttpCounters
 from kvstore.http.dispatch import Dispatcher
@@ -45,6 +46,7 @@ class HttpFace:
         lease_s: float = 30.0,
         server_stats: Callable[[], Mapping[str, object]] = dict,
         records: RecordStore | None = None,
+        access_log: AccessLog | None = None,
     ) -> None:
         self._doors = doors or Doors()
         self._limits = limits or Limits()
@@ -58,6 +60,7 @@ class HttpFace:
             gate_stats=self._doors.gate.counters.as_dict,
             document=openapi_document(),
             records=records or RecordStore(None),
+            access_log=access_log,
         )
         self._dispatcher = Dispatcher(self._service, self._doors.gate)
         self._host_port = host_port

@@ -35,7 +35,10 @@ class AccessLines:
         """
         for fields in lines.objects():
             try:
-                request = self._head(fields) if MARK in fields else self._request(fields)
+                if MARK in fields:
+                    self._note_session(fields)
+                    continue
+                request = self._request(fields)
             except BadLine as error:
                 lines.complain(error)
                 continue
@@ -48,7 +51,7 @@ class AccessLines:
             return []
         return [f"{self.num_other_sizes} requests left out: their blocks have not {self.block_tokens} tokens"]
 
-    def _head(self, fields: Mapping[str, Any]) -> None:
+    def _note_session(self, fields: Mapping[str, Any]) -> None:
         if fields[MARK] != VERSION:
             raise BadLine(f"{MARK} is {fields[MARK]!r}, expected {VERSION}")
         if fields.get("session") != self._session:
