@@ -4,13 +4,14 @@ from collections.abc import Callable
 
 from kvstore.errors import InvalidConfig
 from kvstore.policy.cache import PolicyCache, Served
+from kvstore.policy.gittins import GittinsPolicy
 from kvstore.policy.order import FifoPolicy, LruPolicy
 from kvstore.policy.protocol import NO_HINT, EvictionPolicy, Hint, Offer
 
 NewPolicy = Callable[[int], EvictionPolicy]
 """Makes a policy for a tier of so many bytes."""
 
-POLICIES: dict[str, NewPolicy] = {"fifo": FifoPolicy, "lru": LruPolicy}
+POLICIES: dict[str, NewPolicy] = {"fifo": FifoPolicy, "lru": LruPolicy, "gittins": GittinsPolicy}
 """Policies by the name a configuration gives them."""
 
 

@@ -120,6 +120,7 @@ class PolicyCache:
         self, offer: Offer, now_s: float
     ) -> tuple[Sequence[StorageKey], list[StorageKey], list[StorageKey]]:
         """Store what the policy finds worth it of an offer; returns what came, left, was refused."""
+        self.policy.offer(offer, now_s=now_s)
         size_bytes = offer.size_bytes
         wanted = list(offer.blocks)
         needed_bytes = len(wanted) * size_bytes + self.used_bytes - self.capacity_bytes

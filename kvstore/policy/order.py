@@ -29,6 +29,9 @@ class LruPolicy:
                 move_to_end(block)
         self._last_use = blocks
 
+    def offer(self, offer: Offer, *, now_s: float) -> None:
+        """Ignore what is only offered."""
+
     def insert(
         self,
         blocks: Sequence[StorageKey],

@@ -41,10 +41,10 @@ class Offer(NamedTuple):
 class EvictionPolicy(Protocol):
     """What the owner of a tier asks of a policy. It names candidates; the owner skips those it must keep.
 
-    One request goes: ``touch`` what is stored of its chain; if there is no room for the rest, walk
-    ``candidates`` with an offer of it, and take what comes until the rest fits: a stored block is evicted, an
-    offered one is refused; then ``evict``, ``refuse`` and ``insert`` tell what was done. Nothing is
-    remembered between these calls but blocks that were inserted, and ghosts.
+    One request goes: ``touch`` what is stored of its chain, and ``offer`` the rest; if there is no room for
+    it, walk ``candidates`` with that offer, and take what comes until the rest fits: a stored block is
+    evicted, an offered one is refused; then ``evict``, ``insert`` and ``refuse`` tell what was done. An offer
+    that comes to nothing needs no word: what a policy remembers of it is bounded.
 
     Above every policy the owner keeps two laws: a leased block is never a victim, and a block with a child in
     the same tier is no victim before that child.
@@ -55,6 +55,9 @@ class EvictionPolicy(Protocol):
 
     def touch(self, blocks: Sequence[StorageKey], *, now_s: float, hint: Hint = NO_HINT) -> None:
         """Learn of a use of blocks of one chain, in chain order. Unknown ones are ignored."""
+
+    def offer(self, offer: Offer, *, now_s: float) -> None:
+        """Learn of blocks that are about to be stored, or refused, as one request's."""
 
     def insert(
         self,

@@ -1,0 +1,169 @@
+"""Cohorts: blocks that one request used, filed by what they are worth, so that the least is found fast."""
+
+from collections import deque
+from collections.abc import Hashable, Iterator
+
+from kvstore.policy.hazards import EDGES_S, NUM_AGES, ClassPath, Evidence, Hazards
+from kvstore.tier import StorageKey
+
+
+class Block:
+    """A stored block, or a ghost, which has neither key nor parent.
+
+    ``uses`` counts the requests for it, ``children`` its stored ones. ``turns`` is twice the turn of the
+    request that it came with, plus one if a request ended here.
+    """
+
+    __slots__ = ("children", "cohort", "key", "parent", "turns", "uses")
+
+    def __init__(self, key: StorageKey | None, cohort: "Cohort", uses: int, turns: int) -> None:
+        self.key = key
+        self.parent: Block | None = None
+        self.children = 0
+        self.cohort = cohort
+        self.uses = uses
+        self.turns = turns
+
+
+class Cohort:
+    """Blocks, stored or ghosts, last used by the same request with the same class; ``num`` of them.
+
+    ``leaves`` are the stored ones without a stored child.
+    """
+
+    __slots__ = ("age", "at_s", "lane", "leaves", "num")
+
+    def __init__(self, lane: "Lane", at_s: float) -> None:
+        self.lane = lane
+        self.at_s = at_s
+        self.age = 0
+        self.num = 0
+        self.leaves: dict[Block, None] | None = None
+
+
+class Rung:
+    """The cohorts of one lane and age that have leaves: all of them are worth the same."""
+
+    __slots__ = ("cohorts", "order", "worth")
+
+    def __init__(self, order: int, worth: float) -> None:
+        self.order = order
+        self.worth = worth
+        self.cohorts: dict[Cohort, None] = {}
+
+    def leaves(self) -> Iterator[Block]:
+        """Yield the leaves, those of the oldest cohort first."""
+        for cohort in self.cohorts:
+            yield from cohort.leaves or ()
+
+
+class Lane:
+    """A class, times what its blocks weigh: one rung per age."""
+
+    __slots__ = ("evidence", "rungs", "weight")
+
+    def __init__(self, evidence: Evidence, weight: float, order: int) -> None:
+        self.evidence = evidence
+        self.weight = weight
+        self.rungs = [Rung(order * NUM_AGES + age, 0.0) for age in range(NUM_AGES)]
+        self.weigh()
+
+    def weigh(self) -> None:
+        """Take over what its class is worth."""
+        for rung, worth in zip(self.rungs, self.evidence.worth, strict=True):
+            rung.worth = worth * self.weight
+
+
+class Cohorts:
+    """All cohorts of one policy, by the age that they have reached."""
+
+    def __init__(self, hazards: Hazards) -> None:
+        self._hazards = hazards
+        self._lanes: dict[Hashable, Lane] = {}
+        # By age; in each the oldest first, since all of them come to an age at the same time of their life.
+        self._by_age: list[deque[Cohort]] = [deque() for _ in EDGES_S]
+        self.leafy: dict[Rung, None] = {}
+        """Rungs that have leaves."""
+
+    def lane(self, path: ClassPath, weight: float) -> Lane:
+        """Return the lane of a class and a weight."""
+        lane = self._lanes.get((path, weight))
+        if lane is None:
+            lane = Lane(self._hazards.evidence(path), weight, len(self._lanes))
+            self._lanes[path, weight] = lane
+        return lane
+
+    def start(self, lane: Lane, at_s: float) -> Cohort:
+        """Return a new cohort without blocks."""
+        cohort = Cohort(lane, at_s)
+        self._by_age[0].append(cohort)
+        return cohort
+
+    def grow(self, cohort: Cohort, num: int) -> None:
+        """More blocks belong to a cohort."""
+        cohort.num += num
+        cohort.lane.evidence.add(cohort.age, cohort.at_s, num)
+
+    def end(self, cohort: Cohort, num: int, now_s: float, *, is_use: bool) -> None:
+        """Blocks of a cohort were used again, or forgotten."""
+        cohort.num -= num
+        cohort.lane.evidence.end(cohort.age, cohort.at_s, num, now_s=now_s, is_use=is_use)
+
+    def add_leaf(self, block: Block) -> None:
+        """A stored block has no stored child."""
+        cohort = block.cohort
+        if cohort.leaves is None:
+            cohort.leaves = {}
+            self._climb(cohort)
+        cohort.leaves[block] = None
+
+    def drop_leaf(self, block: Block) -> None:
+        """A block is no leaf any more; ignored if it was none."""
+        cohort = block.cohort
+        leaves = cohort.leaves
+        if leaves is not None and block in leaves:
+            del leaves[block]
+            if not leaves:
+                cohort.leaves = None
+                self._leave(cohort)
+
+    def _climb(self, cohort: Cohort) -> None:
+        rung = cohort.lane.rungs[cohort.age]
+        if not rung.cohorts:
+            self.leafy[rung] = None
+        rung.cohorts[cohort] = None
+
+    def _leave(self, cohort: Cohort) -> None:
+        rung = cohort.lane.rungs[cohort.age]
+        del rung.cohorts[cohort]
+        if not rung.cohorts:
+            del self.leafy[rung]
+
+    def advance(self, now_s: float) -> None:
+        """Move cohorts to the age that they have reached."""
+        by_age = self._by_age
+        for age in range(NUM_AGES - 1):
+            cohorts = by_age[age]
+            before_s = now_s - EDGES_S[age + 1]
+            while cohorts and cohorts[0].at_s <= before_s:
+                cohort = cohorts.popleft()
+                if not cohort.num:
+                    continue
+                cohort.lane.evidence.move(age, cohort.at_s, cohort.num)
+                by_age[age + 1].append(cohort)
+                if cohort.leaves is None:
+                    cohort.age = age + 1
+                else:
+                    self._leave(cohort)
+                    cohort.age = age + 1
+                    self._climb(cohort)
+        oldest = by_age[-1]
+        while oldest and not oldest[0].num:
+            oldest.popleft()
+
+    def rebuild(self, now_s: float) -> None:
+        """Learn from what was seen what a slot is worth."""
+        self.advance(now_s)
+        self._hazards.rebuild(now_s)
+        for lane in self._lanes.values():
+            lane.weigh()

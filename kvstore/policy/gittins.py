@@ -1,0 +1,245 @@
+"""GittinsPolicy: keeps what is expected to be used soonest for the room it takes."""
+
+import heapq
+from collections.abc import Iterator, Sequence
+
+from kvstore.policy.block_classes import new_class, trailing_class, used_class
+from kvstore.policy.cohorts import Block, Cohort, Cohorts, Lane
+from kvstore.policy.hazards import Hazards
+from kvstore.policy.protocol import NO_HINT, Hint, Offer
+from kvstore.tier import StorageKey
+
+_REBUILD_REQUESTS = 64
+_MIN_GHOSTS = 65_536
+_GHOSTS_PER_BLOCK = 8
+_MANY_GHOSTS = 524_288
+_MAX_OFFERED = 65_536
+
+
+class GittinsPolicy:
+    def __init__(self, capacity_bytes: int = 0) -> None:
+        self._hazards = Hazards()
+        self._cohorts = Cohorts(self._hazards)
+        self._blocks: dict[StorageKey, Block] = {}
+        # By the hash of the key: two keys that share it share a memory of uses, and nothing else.
+        self._ghosts: dict[int, Block] = {}
+        self._ghost_limit = _MIN_GHOSTS
+        self._offered: dict[StorageKey, tuple[Lane, int]] = {}
+        self._num_offers = 0
+
+    def touch(self, blocks: Sequence[StorageKey], *, now_s: float, hint: Hint = NO_HINT) -> None:
+        """Move the known blocks to cohorts of this use."""
+        get, cohorts = self._blocks.get, self._cohorts
+        fresh: dict[Lane, Cohort] = {}
+        previous: Block | None = None
+        old: Cohort | None = None
+        new: Cohort | None = None
+        uses = num = 0
+        for key in blocks:
+            block = get(key)
+            if block is None:
+                previous = None
+                continue
+            if block.cohort is not old or block.uses != uses or new is None:
+                if old is not None and new is not None:
+                    self._move(old, new, num, now_s)
+                old, uses, num = block.cohort, block.uses, 0
+                new = self._fresh(fresh, self._used_lane(uses + 1, now_s - old.at_s, hint), now_s)
+            num += 1
+            block.uses = uses + 1
+            if block.children:
+                block.cohort = new
+            else:
+                cohorts.drop_leaf(block)
+                block.cohort = new
+                cohorts.add_leaf(block)
+            if previous is not None and block.parent is not previous:
+                self._link(block, previous)
+            previous = block
+        if old is not None and new is not None:
+            self._move(old, new, num, now_s)
+
+    def _move(self, old: Cohort, new: Cohort, num: int, now_s: float) -> None:
+        self._cohorts.end(old, num, now_s, is_use=True)
+        self._cohorts.grow(new, num)
+
+    def offer(self, offer: Offer, *, now_s: float) -> None:
+        """Class blocks as those of one request."""
+        self._num_offers += 1
+        if self._num_offers % _REBUILD_REQUESTS == 0:
+            self._cohorts.rebuild(now_s)
+            self._ghost_limit = max(_MIN_GHOSTS, min(_GHOSTS_PER_BLOCK * len(self._blocks), _MANY_GHOSTS))
+        ghosts, offered, hint = self._ghosts, self._offered, offer.hint
+        parent = None if offer.parent is None else self._blocks.get(offer.parent)
+        known = [ghosts.get(hash(key)) for key in offer.blocks]
+        last = next((ghost for ghost in reversed(known) if ghost is not None), parent)
+        turns = 2 if last is None else (last.turns & ~1) + 2 * (last.turns & 1)
+        lane = self._lane(new_class(turns >> 1, known.count(None), hint), hint)
+        for key, ghost in zip(offer.blocks, known, strict=True):
+            if ghost is None:
+                offered[key] = lane, turns
+            else:
+                gap_s = now_s - ghost.cohort.at_s
+                offered[key] = self._used_lane(ghost.uses + 1, gap_s, hint), ghost.turns
+        if known[-1] is None:
+            offered[offer.blocks[-1]] = self._lane(trailing_class(turns >> 1, hint), hint), turns
+        for key in offer.blocks[-2:]:
+            offered[key] = offered[key][0], offered[key][1] | 1
+        if len(known) == 1 and parent is not None:
+            parent.turns |= 1
+        while len(offered) > _MAX_OFFERED:
+            del offered[next(iter(offered))]
+
+    def insert(
+        self,
+        blocks: Sequence[StorageKey],
+        *,
+        size_bytes: int,
+        now_s: float,
+        parent: StorageKey | None = None,
+        hint: Hint = NO_HINT,
+    ) -> None:
+        """File blocks in cohorts of the request that offered them."""
+        known = [block for block in blocks if block in self._blocks]
+        if known:
+            self.touch(known, now_s=now_s, hint=hint)
+            blocks = [block for block in blocks if block not in self._blocks]
+        previous = None if parent is None else self._blocks.get(parent)
+        for block in self._learn(Offer(blocks, size_bytes, parent, hint), now_s):
+            assert block.key is not None
+            self._blocks[block.key] = block
+            if previous is not None:
+                self._link(block, previous)
+            previous = block
+        if blocks and previous is not None and not previous.children:
+            self._cohorts.add_leaf(previous)
+
+    def refuse(self, offer: Offer, *, now_s: float) -> None:
+        """Remember blocks as ghosts in cohorts of the request that offered them."""
+        for block in self._learn(offer, now_s):
+            key, block.key = block.key, None
+            self._ghosts[hash(key)] = block
+        self._bound_ghosts(now_s)
+
+    def _learn(self, offer: Offer, now_s: float) -> Iterator[Block]:
+        """Make the blocks of an offer, each in its cohort and its ghost forgotten."""
+        if not all(map(self._offered.__contains__, offer.blocks)):
+            self.offer(offer, now_s=now_s)
+        fresh: dict[Lane, Cohort] = {}
+        cohorts, ghosts, offered = self._cohorts, self._ghosts, self._offered
+        for key in offer.blocks:
+            lane, turns = offered.pop(key)
+            cohort = fresh.get(lane) or self._fresh(fresh, lane, now_s)
+            ghost = ghosts.pop(hash(key), None) if ghosts else None
+            uses = 1
+            if ghost is not None:
+                uses += ghost.uses
+                cohorts.end(ghost.cohort, 1, now_s, is_use=True)
+            cohorts.grow(cohort, 1)
+            yield Block(key, cohort, uses, turns)
+
+    def candidates(self, *, now_s: float, offer: Offer | None = None) -> Iterator[StorageKey]:
+        """Yield leaves, least worth first, and each parent as soon as its last child was named."""
+        self._cohorts.advance(now_s)
+        heap = [(rung.worth, rung.order, rung.leaves()) for rung in self._cohorts.leafy]
+        heapq.heapify(heap)
+        offered = [] if offer is None else self._worths(offer, now_s)
+        waiting = None if offer is None or offer.parent is None else self._blocks.get(offer.parent)
+        gone: dict[Block, int] = {}
+        order = -1
+        while heap or offered:
+            if offered and (not heap or offered[-1][0] <= heap[0][0]):
+                yield offered.pop()[1]
+                if offered or waiting is None or waiting.children > gone.get(waiting, 0):
+                    continue
+                parent, waiting = waiting, None
+            else:
+                block = next(heap[0][2], None)
+                if block is None or block is waiting:
+                    if block is None:
+                        heapq.heappop(heap)
+                    continue
+                assert block.key is not None
+                yield block.key
+                parent = block.parent
+                if parent is None or parent.key is None:
+                    continue
+                gone[parent] = gone.get(parent, 0) + 1
+                if gone[parent] < parent.children or parent is waiting:
+                    continue
+            worth = parent.cohort.lane.rungs[parent.cohort.age].worth
+            heapq.heappush(heap, (worth, order, iter((parent,))))
+            order -= 1
+
+    def _worths(self, offer: Offer, now_s: float) -> list[tuple[float, StorageKey]]:
+        if not all(map(self._offered.__contains__, offer.blocks)):
+            self.offer(offer, now_s=now_s)
+        return [(self._offered[key][0].rungs[0].worth, key) for key in offer.blocks]
+
+    def evict(self, block: StorageKey, *, now_s: float) -> None:
+        """Make a block a ghost."""
+        known = self._take(block)
+        if known is not None:
+            self._ghosts[hash(block)] = known
+            if len(self._ghosts) > self._ghost_limit:
+                self._bound_ghosts(now_s)
+
+    def remove(self, block: StorageKey) -> None:
+        """Forget a block and its ghost."""
+        known = self._take(block) or self._ghosts.pop(hash(block), None)
+        if known is not None:
+            self._cohorts.end(known.cohort, 1, known.cohort.at_s, is_use=False)
+
+    def _take(self, key: StorageKey) -> Block | None:
+        block = self._blocks.pop(key, None)
+        if block is not None:
+            if not block.children:
+                self._cohorts.drop_leaf(block)
+            self._unlink(block)
+            block.key = None
+            block.children = 0
+        return block
+
+    def _bound_ghosts(self, now_s: float) -> None:
+        ghosts = self._ghosts
+        while len(ghosts) > self._ghost_limit:
+            ghost = ghosts.pop(next(iter(ghosts)))
+            self._cohorts.end(ghost.cohort, 1, now_s, is_use=False)
+
+    def _link(self, block: Block, parent: Block) -> None:
+        self._unlink(block)
+        if not parent.children:
+            self._cohorts.drop_leaf(parent)
+        parent.children += 1
+        block.parent = parent
+
+    def _unlink(self, block: Block) -> None:
+        parent, block.parent = block.parent, None
+        if parent is not None and parent.key is not None:
+            parent.children -= 1
+            if not parent.children:
+                self._cohorts.add_leaf(parent)
+
+    def _fresh(self, fresh: dict[Lane, Cohort], lane: Lane, now_s: float) -> Cohort:
+        cohort = fresh.get(lane)
+        if cohort is None:
+            cohort = fresh[lane] = self._cohorts.start(lane, now_s)
+        return cohort
+
+    def _used_lane(self, uses: int, gap_s: float, hint: Hint) -> Lane:
+        return self._lane(used_class(uses, gap_s, hint), hint)
+
+    def _lane(self, path: tuple[int, int, int, int], hint: Hint) -> Lane:
+        return self._cohorts.lane(path, 2.0**hint.priority)
+
+    def to_state(self) -> dict[str, object]:
+        return {}
+
+    def from_state(self, state: dict[str, object]) -> None:
+        pass
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
