@@ -4,14 +4,29 @@ from collections.abc import Callable
 
 from kvstore.errors import InvalidConfig
 from kvstore.policy.cache import PolicyCache, Served
+from kvstore.policy.fifo_queues import S3FifoPolicy, SievePolicy
 from kvstore.policy.gittins import GittinsPolicy
 from kvstore.policy.order import FifoPolicy, LruPolicy
 from kvstore.policy.protocol import NO_HINT, EvictionPolicy, Hint, Offer
+from kvstore.policy.ranked import LfuPolicy, Lru2Policy
+from kvstore.policy.segmented import ArcPolicy, SlruPolicy
+from kvstore.policy.tinylfu import WTinyLfuPolicy
 
 NewPolicy = Callable[[int], EvictionPolicy]
 """Makes a policy for a tier of so many bytes."""
 
-POLICIES: dict[str, NewPolicy] = {"fifo": FifoPolicy, "lru": LruPolicy, "gittins": GittinsPolicy}
+POLICIES: dict[str, NewPolicy] = {
+    "fifo": FifoPolicy,
+    "lru": LruPolicy,
+    "lru-2": Lru2Policy,
+    "slru": SlruPolicy,
+    "arc": ArcPolicy,
+    "s3-fifo": S3FifoPolicy,
+    "sieve": SievePolicy,
+    "w-tinylfu": WTinyLfuPolicy,
+    "lfu": LfuPolicy,
+    "gittins": GittinsPolicy,
+}
 """Policies by the name a configuration gives them."""
 
 
