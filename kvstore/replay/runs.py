@@ -1,7 +1,7 @@
 """A replay: each policy at each capacity, or over several tiers, with the bound beside it."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -53,13 +53,14 @@ def replay(trace: Trace, plan: ReplayPlan, progress: Progress) -> list[ReplayRes
     Raises:
         InvalidRequest: a policy of the user's own fails.
     """
-    following = next_uses(trace)
     capacities = [sum(tier.blocks for tier in plan.tiers)] if plan.tiers else plan.capacities
+    following = next_uses(trace)
     bounds: dict[int, tuple[Tally, float]] = {}
     for capacity in capacities:
         progress.start(f"bound {capacity}", trace.requests)
         started_s = time.perf_counter()
         bounds[capacity] = replay_bound(trace, capacity, following), time.perf_counter() - started_s
+    runner = _Runner(trace, plan, progress)
     results = []
     for policy in plan.policies:
         for capacity in capacities:
@@ -67,104 +68,100 @@ def replay(trace: Trace, plan: ReplayPlan, progress: Progress) -> list[ReplayRes
             tally = bound
             tiers: tuple[TierTally, ...] = ()
             if policy.new is not None:
-                progress.start(f"{policy.name} {capacity}", trace.requests)
                 started_s = time.perf_counter()
-                tally, tiers = _replay_policy(trace, plan, policy, capacity, progress.show)
+                tally, tiers = runner.run(policy, capacity)
                 seconds = time.perf_counter() - started_s
             results.append(_result(trace, policy, capacity, tally, bound, tiers, seconds))
     return results
 
 
-class _Keys:
-    """The names that policies know a trace's blocks by: one object each, whose hash is kept in it."""
+class _Runner:
+    """Replays one trace through one policy after the other.
 
-    def __init__(self, trace: Trace) -> None:
+    Policies know its blocks by names of which there is one object each: the hash of bytes is kept in them.
+    """
+
+    def __init__(self, trace: Trace, plan: ReplayPlan, progress: Progress) -> None:
         self._trace = trace
+        self._plan = plan
+        self._progress = progress
         self._names = [StorageKey(number.to_bytes(8, "little")) for number in range(trace.unique_blocks)]
 
-    def chains(self) -> Iterator[list[StorageKey]]:
-        """Yield the blocks of each request, in chain order."""
-        names = self._names
-        for chain in self._trace.chains():
-            yield [names[number] for number in chain]
+    def run(self, policy: NamedPolicy, capacity: int) -> tuple[Tally, tuple[TierTally, ...]]:
+        """Replay all requests at one capacity, or over the plan's tiers.
 
-    def parents(self) -> dict[StorageKey, StorageKey | None]:
-        """Return each block's parent."""
+        Raises:
+            InvalidRequest: the policy is the user's own, and fails.
+        """
+        self._progress.start(f"{policy.name} {capacity}", self._trace.requests)
+        try:
+            if self._plan.tiers:
+                return self._run_tiers(policy)
+            return self._run_one_tier(policy, capacity), ()
+        except InvalidRequest:
+            raise
+        except Exception as error:
+            if policy.own_file is None:
+                raise
+            raise InvalidRequest(f"policy {policy.name}: {describe(error, policy.own_file)}") from error
+
+    def _run_one_tier(self, policy: NamedPolicy, capacity: int) -> Tally:
+        trace, tally = self._trace, Tally()
+        cache = _cache(policy, capacity)
+        for request, (blocks, now_s, hint) in enumerate(self._requests([cache], policy)):
+            served = cache.serve(blocks, size_bytes=REPLAY_BLOCK_BYTES, now_s=now_s, hint=hint)
+            tally.add(served.hit_blocks, trace.hit_tokens(request, served.hit_blocks), len(served.written))
+        return tally
+
+    def _run_tiers(self, policy: NamedPolicy) -> tuple[Tally, tuple[TierTally, ...]]:
+        trace, sizes, tally = self._trace, self._plan.tiers, Tally()
+        caches = [_cache(policy, tier.blocks) for tier in sizes]
+        tiers = TieredCache(caches, self._parents(), size_bytes=REPLAY_BLOCK_BYTES)
+        for request, (blocks, now_s, hint) in enumerate(self._requests(caches, policy)):
+            hit_blocks = tiers.serve(blocks, now_s=now_s, hint=hint)
+            tally.add(hit_blocks, trace.hit_tokens(request, hit_blocks), 0)
+        tally.written_blocks = sum(tiers.written_blocks)
+        counts = zip(sizes, tiers.hit_blocks, tiers.written_blocks, strict=True)
+        return tally, tuple(
+            TierTally(tier.name, tier.blocks, hits, written) for tier, hits, written in counts
+        )
+
+    def _requests(
+        self, caches: Sequence[PolicyCache], policy: NamedPolicy
+    ) -> Iterator[tuple[list[StorageKey], float, Hint]]:
+        """Yield each request's blocks, instant and hint; now and then look whether all is well."""
+        trace, names = self._trace, self._names
+        hints = self._hints()
+        instants = zip(trace.chains(), trace.arrival_s.tolist(), strict=True)
+        for request, (chain, now_s) in enumerate(instants):
+            yield [names[number] for number in chain], now_s, hints[request]
+            if request % _REPORT_EVERY == 0 or request == trace.requests - 1:
+                _require_room(caches, policy)
+                self._progress.show(request)
+
+    def _parents(self) -> dict[StorageKey, StorageKey | None]:
         names = self._names
         return {
             name: None if parent < 0 else names[parent]
             for name, parent in zip(names, self._trace.parents.tolist(), strict=True)
         }
 
-
-def _replay_policy(
-    trace: Trace, plan: ReplayPlan, policy: NamedPolicy, capacity: int, show: Callable[[float], None]
-) -> tuple[Tally, tuple[TierTally, ...]]:
-    try:
-        if plan.tiers:
-            return _replay_tiers(trace, plan, policy, show)
-        return _replay_one_tier(trace, plan, policy, capacity, show), ()
-    except InvalidRequest:
-        raise
-    except Exception as error:
-        if policy.own_file is None:
-            raise
-        raise InvalidRequest(f"policy {policy.name}: {describe(error, policy.own_file)}") from error
-
-
-def _replay_one_tier(
-    trace: Trace, plan: ReplayPlan, policy: NamedPolicy, capacity: int, show: Callable[[float], None]
-) -> Tally:
-    cache = _cache(policy, capacity)
-    tally = Tally()
-    arrivals_s, hints = trace.arrival_s.tolist(), _hints(trace, plan)
-    for request, blocks in enumerate(_Keys(trace).chains()):
-        served = cache.serve(
-            blocks, size_bytes=REPLAY_BLOCK_BYTES, now_s=arrivals_s[request], hint=hints[request]
-        )
-        tally.add(served.hit_blocks, trace.hit_tokens(request, served.hit_blocks), len(served.written))
-        if request % _REPORT_EVERY == 0:
-            _require_room(cache, policy)
-            show(request)
-    _require_room(cache, policy)
-    return tally
-
-
-def _replay_tiers(
-    trace: Trace, plan: ReplayPlan, policy: NamedPolicy, show: Callable[[float], None]
-) -> tuple[Tally, tuple[TierTally, ...]]:
-    keys = _Keys(trace)
-    caches = [_cache(policy, tier.blocks) for tier in plan.tiers]
-    tiers = TieredCache(caches, keys.parents(), size_bytes=REPLAY_BLOCK_BYTES)
-    tally = Tally()
-    arrivals_s, hints = trace.arrival_s.tolist(), _hints(trace, plan)
-    for request, blocks in enumerate(keys.chains()):
-        hit_blocks = tiers.serve(blocks, now_s=arrivals_s[request], hint=hints[request])
-        tally.add(hit_blocks, trace.hit_tokens(request, hit_blocks), 0)
-        if request % _REPORT_EVERY == 0:
-            for cache in caches:
-                _require_room(cache, policy)
-            show(request)
-    tally.written_blocks = sum(tiers.written_blocks)
-    counts = zip(plan.tiers, tiers.hit_blocks, tiers.written_blocks, strict=True)
-    return tally, tuple(TierTally(tier.name, tier.blocks, hits, written) for tier, hits, written in counts)
+    def _hints(self) -> list[Hint]:
+        if not self._plan.tells_output:
+            return [NO_HINT] * self._trace.requests
+        lengths = self._trace.output_tokens.tolist()
+        return [NO_HINT if tokens < 0 else Hint(output_tokens=tokens) for tokens in lengths]
 
 
 def _cache(policy: NamedPolicy, capacity_blocks: int) -> PolicyCache:
     return PolicyCache(policy.make(capacity_blocks), capacity_blocks * REPLAY_BLOCK_BYTES)
 
 
-def _require_room(cache: PolicyCache, policy: NamedPolicy) -> None:
-    if cache.used_bytes > cache.capacity_bytes:
+def _require_room(caches: Sequence[PolicyCache], policy: NamedPolicy) -> None:
+    if any(cache.used_bytes > cache.capacity_bytes for cache in caches):
         raise InvalidRequest(
             f"policy {policy.name}: its candidates are too few: more blocks are stored than there is room for"
         )
-
-
-def _hints(trace: Trace, plan: ReplayPlan) -> list[Hint]:
-    if not plan.tells_output:
-        return [NO_HINT] * trace.requests
-    return [NO_HINT if tokens < 0 else Hint(output_tokens=tokens) for tokens in trace.output_tokens.tolist()]
 
 
 def _result(

@@ -1,12 +1,13 @@
 """The curve of LRU in one pass is what LRU does at each capacity."""
 
+import io
 import json
 from collections import OrderedDict
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.replay import lru_curve, read_trace
+from kvstore.replay import ProgressBar, ReplayPlan, lru_curve, policy_of, read_trace, replay
 from tests.replay.traces import CHAT, PUBLISHED, REFERENCE, needs_published_trace, trace_of
 
 
@@ -37,6 +38,18 @@ def test_every_capacity_is_as_a_replay_of_it(chains, tail_tokens):
 
     sizes = range(trace.unique_blocks + 3)
     assert [curve.at(size) for size in sizes] == [lru_hits(trace, size) for size in sizes]
+
+
+@settings(max_examples=40, deadline=None)
+@given(chains_of_a_tree)
+def test_it_is_what_the_policy_itself_does_at_each_capacity(chains):
+    trace = trace_of(*chains)
+    curve = lru_curve(trace)
+
+    sizes = range(1, trace.unique_blocks + 2)
+    results = replay(trace, ReplayPlan([policy_of("lru")], sizes), ProgressBar(io.StringIO()))
+
+    assert [result.hit_blocks for result in results] == [curve.at(size)[0] for size in sizes]
 
 
 def test_a_small_chat_hits_what_was_counted_by_hand():
