@@ -26,6 +26,7 @@ from kvstore.replay import (
     read_trace,
     replay,
     require_distinct,
+    sizing,
     table,
 )
 
@@ -112,7 +113,9 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         help="measured speed of the engine's prefill, to count the seconds that hits save",
     )
     parser.add_argument(
-        "--lru-curve", action="store_true", help="tell and draw what LRU hits at every capacity, in one pass"
+        "--lru-curve",
+        action="store_true",
+        help="tell and draw what LRU hits at every capacity, and the sizes it needs, in one pass",
     )
     parser.add_argument("--svg", metavar="FILE", help="draw hit rate against capacity into a file")
     parser.add_argument("--json", action="store_true", help="end with one JSON object on stdout")
@@ -135,7 +138,10 @@ def run(args: argparse.Namespace) -> int:
         results = replay(_stored(trace, args), plan, bar)
     finally:
         bar.clear()
-    print(table(trace, results, prices), file=sys.stderr if args.json else sys.stdout)
+    shown = sys.stderr if args.json else sys.stdout
+    print(table(trace, results, prices), file=shown)
+    if curve is not None:
+        print(f"\n{sizing(curve, prices)}", file=shown)
     if args.svg:
         Path(args.svg).write_text(draw_curves(results, title=_title(trace), lru=curve), encoding="utf-8")
     if args.json:

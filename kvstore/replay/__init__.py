@@ -7,7 +7,7 @@ from kvstore.replay.lru_curve import LruCurve, lru_curve
 from kvstore.replay.outcome import BOUND, Prices, ReplayResult, Tally, TierTally
 from kvstore.replay.progress import ProgressBar
 from kvstore.replay.reading import FORMATS, read_trace
-from kvstore.replay.report import as_dict, table
+from kvstore.replay.report import as_dict, sizing, table
 from kvstore.replay.runs import ReplayPlan, default_capacities, replay
 from kvstore.replay.tiers import TieredCache, TierSize
 from kvstore.replay.trace import Trace, TraceRequest
@@ -39,5 +39,6 @@ __all__ = [
     "replay",
     "replay_bound",
     "require_distinct",
+    "sizing",
     "table",
 ]

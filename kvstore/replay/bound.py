@@ -10,6 +10,7 @@ within one, by depth: soonest first, ties by the shallower. Each has at most one
 """
 
 from heapq import heappop, heappush
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,29 +37,27 @@ def replay_bound(trace: Trace, capacity_blocks: int, following: NDArray[np.int64
     ``following`` is ``next_uses(trace)``, for whoever has it already. Written are the blocks that are kept
     when they are computed, if only for a while.
     """
-    positions = (next_uses(trace) if following is None else following).tolist()
-    starts = trace.starts.tolist()
-    is_awaited = bytearray(len(positions))  # 1: this access will find its block
+    uses_after = next_uses(trace) if following is None else following
+    is_awaited = bytearray(len(trace.blocks))  # 1: this access will find its block
     farthest: list[int] = []  # heap of the negated next uses of what is resident
     num_resident = 0
     tally = Tally()
-    for request in range(trace.requests):
-        start, stop = starts[request], starts[request + 1]
-        hit_blocks = is_awaited.find(0, start, stop)
-        hit_blocks = stop - start if hit_blocks < 0 else hit_blocks - start
+    for request, (start, stop) in enumerate(pairwise(trace.starts.tolist())):
+        first_miss = is_awaited.find(0, start, stop)
+        hit_blocks = stop - start if first_miss < 0 else first_miss - start
         num_resident -= hit_blocks  # each of them waits for another use from here on
-        for at in range(start, stop):
-            following_use = positions[at]
-            if following_use < 0:
+        uses = uses_after[start:stop].tolist()
+        for use in uses:
+            if use < 0:
                 continue
             if num_resident == capacity_blocks:
-                if not num_resident or -farthest[0] <= following_use:
+                if not num_resident or -farthest[0] <= use:
                     continue
                 is_awaited[-heappop(farthest)] = 0
                 num_resident -= 1
-            heappush(farthest, -following_use)
-            is_awaited[following_use] = 1
+            heappush(farthest, -use)
+            is_awaited[use] = 1
             num_resident += 1
-        kept = sum(is_awaited[positions[at]] for at in range(start + hit_blocks, stop) if positions[at] >= 0)
+        kept = sum(is_awaited[use] for use in uses[hit_blocks:] if use >= 0)
         tally.add(hit_blocks, trace.hit_tokens(request, hit_blocks), kept)
     return tally

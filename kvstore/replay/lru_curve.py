@@ -27,6 +27,10 @@ class LruCurve:
         index = min(capacity_blocks, len(self.hit_blocks) - 1)
         return int(self.hit_blocks[index]), int(self.hit_tokens[index])
 
+    def capacity_for(self, share: float) -> int:
+        """Return the fewest blocks at which LRU has this share, 0..1, of the hits that it has with all."""
+        return int(np.searchsorted(self.hit_blocks, share * self.hit_blocks[-1] - 1e-9))
+
     def capacities(self, *, most: int = 256) -> list[int]:
         """Return capacities from 1 to all blocks, evenly spaced on a logarithmic scale, at most so many."""
         last = max(len(self.hit_blocks) - 1, 1)

@@ -6,6 +6,9 @@ from kvstore.replay.lru_curve import LruCurve
 from kvstore.replay.outcome import Prices, ReplayResult
 from kvstore.replay.trace import Trace
 
+_SHARES = (0.5, 0.9, 0.99)
+"""Shares of LRU's hits for which a size is told."""
+
 
 def as_dict(
     trace: Trace, results: Sequence[ReplayResult], prices: Prices, *, lru: LruCurve | None = None
@@ -24,6 +27,7 @@ def as_dict(
     }
     if lru is not None:
         values["lru_curve"] = [_point(lru, capacity) for capacity in lru.capacities()]
+        values["lru_sizes"] = {f"{share:.0%}": lru.capacity_for(share) for share in _SHARES}
     return values
 
 
@@ -95,6 +99,16 @@ def table(trace: Trace, results: Sequence[ReplayResult], prices: Prices) -> str:
         f" {trace.unique_blocks} blocks of {trace.block_tokens} tokens"
     )
     return "\n".join([head, *(f"note: {note}" for note in trace.notes), "", *map(str.rstrip, lines)])
+
+
+def sizing(lru: LruCurve, prices: Prices) -> str:
+    """Say in one line how many blocks LRU needs for some shares of all that it could hit."""
+    sizes = []
+    for share in _SHARES:
+        blocks = lru.capacity_for(share)
+        num_bytes = prices.written_bytes(blocks)
+        sizes.append(f"{share:.0%} with {blocks}" + ("" if num_bytes is None else f" ({_size(num_bytes)})"))
+    return f"lru: of {lru.hit_blocks[-1]} hits that it has at any size, {', '.join(sizes)} blocks"
 
 
 def _row(result: ReplayResult, prices: Prices) -> list[str]:

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -69,9 +70,8 @@ class Trace:
 
     def chains(self) -> Iterator[list[int]]:
         """Yield the blocks of each request, in chain order."""
-        blocks, starts = self.blocks.tolist(), self.starts.tolist()
-        for request in range(self.requests):
-            yield blocks[starts[request] : starts[request + 1]]
+        for start, stop in pairwise(self.starts.tolist()):
+            yield self.blocks[start:stop].tolist()
 
     def hit_tokens(self, request: int, hit_blocks: int) -> int:
         """Tokens in the first ``hit_blocks`` blocks of a request; its last block may be partly filled."""

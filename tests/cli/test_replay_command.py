@@ -109,6 +109,16 @@ def test_the_curve_of_lru_has_every_capacity(replay):
     by_capacity = {point["capacity_blocks"]: point["hit_blocks"] for point in told["lru_curve"]}
     assert list(by_capacity) == list(range(1, 10))
     assert by_capacity[4] == 7
+    assert told["lru_sizes"] == {"50%": 2, "90%": 8, "99%": 8}
+
+
+def test_the_sizes_that_lru_needs_are_told(replay):
+    out = replay("--policies", "lru", "--capacities", "4", "--lru-curve", "--block-bytes", "1KiB")[1]
+
+    assert out.splitlines()[-1] == (
+        "lru: of 8 hits that it has at any size, 50% with 2 (2.0 KiB), 90% with 8 (8.0 KiB), 99% with 8"
+        " (8.0 KiB) blocks"
+    )
 
 
 def test_without_capacities_the_trace_says_them(replay):
