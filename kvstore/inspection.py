@@ -20,7 +20,12 @@ async def check_manager(state: State, *, sample_blocks: int) -> list[str]:
     The structural part runs without an await and sees one moment. The sample then reads up to
     ``sample_blocks`` blocks of each certain tier; a damaged one is dropped and reported.
     """
-    problems = [*_slots_balance(state), *_copies_are_sound(state), *_counters_balance(state)]
+    problems = [
+        *_slots_balance(state),
+        *_copies_are_sound(state),
+        *_policies_agree(state),
+        *_counters_balance(state),
+    ]
     sample = [entry for entry, _ in _top_copies(state)]
     problems += await check_top_copies(state, sample[:sample_blocks])
     for tier in state.lower:
@@ -45,7 +50,6 @@ def _slots_balance(state: State) -> Iterator[str]:
 
 
 def _copies_are_sound(state: State) -> Iterator[str]:
-    known = {tier: set(policy.candidates(now_s=state.clock())) for tier, policy in state.policies.items()}
     for entry in state.directory.entries():
         name = entry.key.hex()[:12]
         if entry.leases and state.top.name not in entry.copies:
@@ -59,12 +63,22 @@ def _copies_are_sound(state: State) -> Iterator[str]:
             yield f"block {name}: its shelf names another fastest tier than its entry"
         if not _is_generation_sound(state, entry.copies.get(state.top.name)):
             yield f"block {name}: its slot in {state.top.name} has another generation"
-        for tier, names in known.items():
+
+
+def _policies_agree(state: State) -> Iterator[str]:
+    for tier, policy in state.policies.items():
+        num_known = 0
+        for entry in state.directory.entries():
+            is_known = entry.name in policy
+            num_known += is_known
             copy = entry.copies.get(tier)
             if copy is not None and copy.state is CopyState.DROPPING:
                 continue  # on its way out of both
-            if entry.is_ready(tier) != (entry.name in names):
+            if entry.is_ready(tier) != is_known:
+                name = entry.key.hex()[:12]
                 yield f"block {name}: its state in {tier} and the order of its policy disagree"
+        if num_known != len(policy):
+            yield f"{tier}: its policy orders {len(policy)} blocks, and {num_known} of them are known"
 
 
 def _is_generation_sound(state: State, copy: Copy | None) -> bool:

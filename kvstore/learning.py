@@ -68,7 +68,7 @@ class Learner:
             if names:
                 # One "chain" whose first block is the most recently used: policies insert from the back.
                 state.policies[tier.name].insert(
-                    names[::-1], size_bytes=headers[0].length_bytes, now_s=state.clock()
+                    names[::-1], size_bytes=headers[0].length_bytes, now_s=state.clock(), is_use=False
                 )
         if strangers:
             logger.warning("%s: %d blocks contradict their namespace: dropped", tier.name, len(strangers))

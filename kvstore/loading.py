@@ -306,7 +306,7 @@ class Loader:
         transfer = state.counters.transfer(source.name, state.top.name)
         transfer.blocks += len(loaded)
         transfer.bytes += len(loaded) * shelf.length_bytes
-        state.publish_top(loaded)
+        state.publish_top(loaded, is_use=False)
         if source.is_shared:
             for entry in loaded:
                 state.mark_ready(entry, source.name)

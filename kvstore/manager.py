@@ -102,7 +102,7 @@ class BlockManager:
         self._maintenance: list[asyncio.Task[None]] = []
         self._closing: asyncio.Future[None] | None = None
         self._fetcher = Fetcher(self._state, self._loader, self._granter, self._note_fill)
-        self._putter = Putter(self._state, self._space, self._mover, self._note_fill)
+        self._putter = Putter(self._state, self._space, self._mover, self._uses, self._note_fill)
         self._departure = Departure(self._state, self._space, self._mover)
         self._needs_aging = asyncio.Event()
 

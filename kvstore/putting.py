@@ -9,6 +9,8 @@ from kvstore.layout import Part
 from kvstore.lease import LentSlot
 from kvstore.miss import MissReason
 from kvstore.mover import Mover
+from kvstore.policy import Offer
+from kvstore.recency import Uses
 from kvstore.results import Owner, Published, Reserved, ReservedSlot
 from kvstore.space import Space
 from kvstore.state import State, WriteMode
@@ -21,10 +23,13 @@ class Putter:
     ``note_fill`` is called whenever the top tier has become fuller.
     """
 
-    def __init__(self, state: State, space: Space, mover: Mover, note_fill: Callable[[], None]) -> None:
+    def __init__(
+        self, state: State, space: Space, mover: Mover, uses: Uses, note_fill: Callable[[], None]
+    ) -> None:
         self._state = state
         self._space = space
         self._mover = mover
+        self._uses = uses
         self._note_fill = note_fill
         self.is_draining = False
 
@@ -52,10 +57,9 @@ class Putter:
         missing = self._missing(shelf, chain)
         self._note_present(shelf, chain, missing)
         within = await self._space.fit_quota_on_top(shelf, len(missing), deadline_s=deadline_s)
-        await self._space.make_room_on_top(
-            shelf.length_bytes, within, deadline_s=deadline_s, by=shelf.namespace
-        )
-        return self._lend_missing(owner, shelf, chain, missing, within=within)
+        offer = self._offer(shelf, chain, missing[:within])
+        worth = await self._space.make_room_for(offer, deadline_s=deadline_s, by=shelf.namespace)
+        return self._lend_missing(owner, shelf, chain, missing, offer, worth=worth)
 
     def reserve_at_once(
         self, chain: PrefixChain, *, owner: Owner, part: Part | None = None
@@ -75,7 +79,23 @@ class Putter:
         if missing and not self._space.has_room_now(shelf.length_bytes, len(missing)):
             return None
         self._note_present(shelf, chain, missing)
-        return self._lend_missing(owner, shelf, chain, missing, within=len(missing))
+        offer = self._offer(shelf, chain, missing)
+        worth = self._space.admit_below_high_water(offer) if missing else 0
+        return self._lend_missing(owner, shelf, chain, missing, offer, worth=worth)
+
+    def _offer(self, shelf: Shelf, chain: PrefixChain, missing: Sequence[int]) -> Offer:
+        """Offer blocks of a put to the policies: they are one request's, and compete with what is stored."""
+        first = missing[0] if missing else 0
+        parent = chain.keys[first - 1] if first else chain.parent
+        offer = Offer(
+            [shelf.name(chain.keys[index]) for index in missing],
+            shelf.length_bytes,
+            None if parent is None else shelf.name(parent),
+        )
+        if missing:
+            for policy in self._state.policies.values():
+                policy.offer(offer, now_s=self._state.clock())
+        return offer
 
     def _note_present(self, shelf: Shelf, chain: PrefixChain, missing: Sequence[int]) -> None:
         """Count what is stored already; it is a use, so that it does not leave to make room for the rest."""
@@ -84,21 +104,40 @@ class Putter:
             self._touch(shelf, chain)
 
     def _lend_missing(
-        self, owner: Owner, shelf: Shelf, chain: PrefixChain, missing: Sequence[int], *, within: int
+        self,
+        owner: Owner,
+        shelf: Shelf,
+        chain: PrefixChain,
+        missing: Sequence[int],
+        offer: Offer,
+        *,
+        worth: int,
     ) -> Reserved:
-        """Lend slots for ``within`` of the missing blocks, as many as there are; the rest was dropped."""
+        """Lend slots for missing blocks, as many as there are; the rest was dropped.
+
+        The ``offer`` has those within the quota, of which ``worth`` are worth their room.
+        """
         state, present = self._state, len(chain) - len(missing)
+        within = len(offer.blocks)
         if not missing or not state.leases.is_live(owner):
             return Reserved((), present, reason=MissReason.UNAVAILABLE if missing else None)
-        slots = state.take_slots(shelf.length_bytes, within)
+        slots = state.take_slots(shelf.length_bytes, worth)
         reason = None
         if len(slots) < len(missing):
-            reason = MissReason.NO_ROOM if len(slots) < within else MissReason.QUOTA
             state.counters.puts["dropped"] += len(missing) - len(slots)
             state.counters.puts["over_quota"] += len(missing) - within
-            self._remember_dropped(
-                shelf, [chain.keys[index] for index in missing[len(slots) :]], within=within - len(slots)
-            )
+            state.counters.puts["not_admitted"] += within - worth
+            reasons = [
+                *[MissReason.NO_ROOM] * (worth - len(slots)),
+                *[MissReason.NOT_ADMITTED] * (within - worth),
+                *[MissReason.QUOTA] * (len(missing) - within),
+            ]
+            reason = reasons[0]
+            self._remember_dropped(shelf, [chain.keys[index] for index in missing[len(slots) :]], reasons)
+            if worth < within:
+                parent = offer.blocks[worth - 1] if worth else offer.parent
+                refused = offer._replace(blocks=offer.blocks[worth:], parent=parent)
+                state.policies[state.top.name].refuse(refused, now_s=state.clock())
         self._lend(owner, slots, shelf.length_bytes)
         lent = tuple(map(ReservedSlot, missing, slots, state.top.generations(slots)))
         return Reserved(lent, present, shelf.length_bytes, reason)
@@ -188,7 +227,7 @@ class Putter:
         Of an epoch that has ended none is stored.
         """
         state = self._state
-        state.publish_top(entries)
+        state.publish_top(entries, is_use=True)
         state.counters.puts["stored"] += len(entries)
         state.counters.puts["dropped" if shelf.is_stale else "duplicate"] += num_others
         if state.settings.write_mode is WriteMode.THROUGH:
@@ -313,15 +352,18 @@ class Putter:
             if (entry := find(key)) is None or not is_certain(entry, down)
         ]
 
-    def _remember_dropped(self, shelf: Shelf, keys: Sequence[BlockKey], *, within: int) -> None:
-        """Remember why blocks of a put are not stored: the first ``within`` of them found no room."""
+    def _remember_dropped(
+        self, shelf: Shelf, keys: Sequence[BlockKey], reasons: Sequence[MissReason]
+    ) -> None:
+        """Remember why blocks of a put are not stored."""
         state = self._state
-        for position, key in enumerate(keys):
-            reason = MissReason.NO_ROOM if position < within else MissReason.QUOTA
+        for key, reason in zip(keys, reasons, strict=True):
             state.directory.remember_gone(shelf.name(key), Gone(reason, state.top.name, state.clock()))
 
     def _touch(self, shelf: Shelf, chain: PrefixChain) -> None:
         entries = shelf.entries
         names = [entries[key].name for key in chain.keys if key in entries]
+        if self._uses.goes_on(names):
+            return
         for policy in self._state.policies.values():
             policy.touch(names, now_s=self._state.clock())

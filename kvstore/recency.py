@@ -1,9 +1,17 @@
 """Uses: which blocks were used, told to the lower tiers that hold copies: their recency survives restarts."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvstore.directory import BlockEntry
 from kvstore.state import State
+from kvstore.tier import StorageKey
+
+_SAME_REQUEST_S = 60.0
+"""How long after a fetch a put that goes on from there belongs to the same request."""
+
+_MAX_REQUESTS = 4096
+"""Fetches remembered for that; beyond that a put counts as a use of its own."""
 
 _MAX_NOTED_BLOCKS = 16_384
 """Uses remembered between two tellings; beyond that they are a sample, which an order of use can bear."""
@@ -17,12 +25,29 @@ class Uses:
         self._is_wanted = any(not tier.is_shared for tier in state.lower)
         self._noted: list[Sequence[BlockEntry]] = []
         self._num_noted = 0
+        self._requests: OrderedDict[StorageKey, float] = OrderedDict()
 
     def note(self, entries: Sequence[BlockEntry]) -> None:
         """Remember a use of the leading blocks of a chain."""
+        if entries:
+            last = entries[-1].name
+            self._requests[last] = self._state.clock()
+            self._requests.move_to_end(last)
+            if len(self._requests) > _MAX_REQUESTS:
+                self._requests.popitem(last=False)
         if self._is_wanted and entries and self._num_noted < _MAX_NOTED_BLOCKS:
             self._noted.append(entries)
             self._num_noted += len(entries)
+
+    def goes_on(self, names: Sequence[StorageKey]) -> bool:
+        """Whether a put with these blocks stored is the rest of a request whose fetch was noted."""
+        if not self._requests:
+            return False
+        for name in reversed(names):
+            fetched_s = self._requests.pop(name, None)
+            if fetched_s is not None:
+                return self._state.clock() - fetched_s <= _SAME_REQUEST_S
+        return False
 
     async def tell(self) -> None:
         """Tell each tier of the uses of its copies, the latest last, and each chain tail first."""

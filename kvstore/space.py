@@ -14,8 +14,9 @@ from typing import Protocol
 from kvstore.directory import BlockEntry, CopyState, Shelf
 from kvstore.keys import NamespaceDigest
 from kvstore.miss import MissReason
+from kvstore.policy import Offer
 from kvstore.state import State, WriteMode
-from kvstore.tier import Tier
+from kvstore.tier import ALIGNMENT_BYTES, StorageKey, Tier
 
 _PLAN_BLOCKS = 16
 """Smallest plan: making room for one block at a time would walk the policy's order too often."""
@@ -23,15 +24,19 @@ _PLAN_BLOCKS = 16
 
 @dataclass(frozen=True, slots=True)
 class Departures:
-    """A plan: entries whose copy may go now, and entries that must be demoted first."""
+    """A plan: entries whose copy may go now, and entries that must be demoted first.
+
+    ``num_refused`` of the blocks that were offered, the last ones, are worth less than all that stays.
+    """
 
     leaving: tuple[BlockEntry, ...]
     demoting: tuple[BlockEntry, ...]
+    num_refused: int = 0
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing in the tier may leave."""
-        return not self.leaving and not self.demoting
+        return not self.leaving and not self.demoting and not self.num_refused
 
 
 def plan_departures(
@@ -42,24 +47,35 @@ def plan_departures(
     must_demote: Callable[[BlockEntry], bool],
     only: NamespaceDigest | None = None,
     enough_bytes: float = math.inf,
+    offer: Offer | None = None,
 ) -> Departures:
     """Name about ``wanted_blocks`` entries to leave a tier, in its policy's order, children first.
 
-    Fewer if their payloads come to ``enough_bytes``. ``only`` restricts them to one namespace.
+    Fewer if their payloads come to ``enough_bytes``. ``only`` restricts them to one namespace. What is
+    offered competes: a block of it that comes before enough have left is refused, and counts like one.
     """
+    offered = frozenset(offer.blocks) if offer is not None else frozenset[StorageKey]()
+    num_refused = num_awaited = 0
     leaving: list[BlockEntry] = []
     demoting: list[BlockEntry] = []
     planned_children: dict[BlockEntry, int] = {}
     passed_over: set[BlockEntry] = set()
     planned_bytes = 0
-    for name in state.policies[tier].candidates(now_s=state.clock()):
-        entry = state.directory.find(name)
+    for name in state.policies[tier].candidates(now_s=state.clock(), offer=offer):
+        if name in offered and offer is not None:
+            num_refused += 1
+            planned_bytes += offer.size_bytes
+        entry = None if name in offered else state.directory.find(name)
         if entry is not None and only is not None and entry.shelf.namespace != only:
             continue
         while entry is not None:
             children = entry.children.get(tier, 0) - planned_children.get(entry, 0)
             if not entry.is_ready(tier) or entry.is_kept or children > 0:
                 passed_over.add(entry)
+                if offer is not None and entry.holds and not entry.leases and entry.is_ready(tier):
+                    # On its way down: what is offered waits for it rather than be refused.
+                    num_awaited += 1
+                    planned_bytes += entry.length_bytes
                 break
             (demoting if must_demote(entry) else leaving).append(entry)
             planned_bytes += entry.length_bytes
@@ -68,10 +84,10 @@ def plan_departures(
                 planned_children[parent] = planned_children.get(parent, 0) + 1
             # A parent that came before its child in the order gets its turn as soon as the child is named.
             entry = parent if parent in passed_over else None
-        planned = len(leaving) + len(demoting)
+        planned = len(leaving) + len(demoting) + num_refused + num_awaited
         if planned >= wanted_blocks or planned_bytes >= enough_bytes:
             break
-    return Departures(tuple(leaving), tuple(demoting))
+    return Departures(tuple(leaving), tuple(demoting), num_refused)
 
 
 def _counting_parent(entry: BlockEntry, tier: str) -> BlockEntry | None:
@@ -110,7 +126,7 @@ class Space:
         they go too, and are lost.
         """
         while not self._state.top.has_room(length_bytes, count):
-            num_left, demoting = self._leave_top(max(count, _PLAN_BLOCKS), spares_unsaved=not is_pressing)
+            num_left, demoting, _ = self._leave_top(max(count, _PLAN_BLOCKS), spares_unsaved=not is_pressing)
             if not num_left:
                 self._demoter.demote(demoting)
                 return False
@@ -131,12 +147,57 @@ class Space:
         """
         state = self._state
         while not state.top.has_room(length_bytes, count):
-            num_left, demoting = self._leave_top(max(count, _PLAN_BLOCKS), by=by)
+            num_left, demoting, _ = self._leave_top(max(count, _PLAN_BLOCKS), by=by)
             if num_left:
                 continue
             if not await self._wait_freed(demoting, deadline_s, awaits_leases=awaits_leases):
                 return False
         return True
+
+    async def make_room_for(self, offer: Offer, *, deadline_s: float, by: NamespaceDigest) -> int:
+        """Make room in the top tier for blocks that compete with those stored; returns how many may come.
+
+        The others, the last ones, are worth least. No more leave than must.
+        """
+        state, length = self._state, offer.size_bytes
+        count = len(offer.blocks)
+        while count and not state.top.has_room(length, count):
+            slot_bytes = -(-length // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            free_bytes = state.top.capacity_bytes - state.top.used_bytes
+            num_left, demoting, num_refused = self._leave_top(
+                count,
+                by=by,
+                enough_bytes=max(1, count * slot_bytes - free_bytes),
+                offer=offer._replace(blocks=offer.blocks[:count]),
+            )
+            count -= num_refused
+            if not num_left and not num_refused and not await self._wait_freed(demoting, deadline_s):
+                break
+        return count
+
+    def admit_below_high_water(self, offer: Offer) -> int:
+        """Return how many of the offered blocks are worth more than what would leave for them.
+
+        For blocks that there is room for, but only above the mark from where blocks leave in the background.
+        """
+        state = self._state
+        top, size_bytes = state.top, offer.size_bytes * len(offer.blocks)
+        high = state.settings.high_water_ratio * top.capacity_bytes
+        if top.used_bytes + size_bytes <= high or not self._may_refuse:
+            return len(offer.blocks)
+        plan = plan_departures(
+            state,
+            top.name,
+            wanted_blocks=len(offer.blocks),
+            must_demote=lambda _: False,
+            enough_bytes=top.used_bytes + size_bytes - high,
+            offer=offer,
+        )
+        return len(offer.blocks) - plan.num_refused
+
+    @property
+    def _may_refuse(self) -> bool:
+        return getattr(self._state.policies[self._state.top.name], "may_refuse", False)
 
     async def fit_quota_on_top(self, shelf: Shelf, count: int, *, deadline_s: float) -> int:
         """Return how many of ``count`` more blocks a namespace may have in the top tier.
@@ -150,7 +211,7 @@ class Space:
             return count
         wanted = min(count, int(quota // length))
         while state.directory.used_bytes(state.top.name, namespace) + wanted * length > quota:
-            num_left, demoting = self._leave_top(wanted, by=namespace, only=namespace)
+            num_left, demoting, _ = self._leave_top(wanted, by=namespace, only=namespace)
             if not num_left and not await self._wait_freed(demoting, deadline_s):
                 break
         left = quota - state.directory.used_bytes(state.top.name, namespace)
@@ -161,7 +222,7 @@ class Space:
         state = self._state
         low = state.settings.low_water_ratio * state.top.capacity_bytes
         while state.top.used_bytes > low:
-            num_left, demoting = self._leave_top(_PLAN_BLOCKS, enough_bytes=state.top.used_bytes - low)
+            num_left, demoting, _ = self._leave_top(_PLAN_BLOCKS, enough_bytes=state.top.used_bytes - low)
             if num_left:
                 await asyncio.sleep(0)
                 continue
@@ -247,10 +308,11 @@ class Space:
         only: NamespaceDigest | None = None,
         enough_bytes: float = math.inf,
         spares_unsaved: bool = True,
-    ) -> tuple[int, tuple[BlockEntry, ...]]:
+        offer: Offer | None = None,
+    ) -> tuple[int, tuple[BlockEntry, ...], int]:
         """Take blocks out of the top tier; returns how many went, and which must be demoted first.
 
-        Without ``spares_unsaved`` none must.
+        Without ``spares_unsaved`` none must. Last comes how many of the offer were refused.
         """
         state = self._state
         plan = plan_departures(
@@ -260,6 +322,7 @@ class Space:
             must_demote=self._must_demote if spares_unsaved else lambda _: False,
             only=only,
             enough_bytes=enough_bytes,
+            offer=offer,
         )
         num_left = 0
         for entry in plan.leaving:
@@ -270,7 +333,7 @@ class Space:
                 state.forget_copy(entry, state.top.name, reason, by=by)
                 num_left += 1
         state.counters.evictions[f"{state.top.name}/space"] += num_left
-        return num_left, plan.demoting
+        return num_left, plan.demoting, plan.num_refused
 
     def _must_demote(self, entry: BlockEntry) -> bool:
         state = self._state

@@ -15,6 +15,9 @@ from kvstore.miss import MissReason
 from kvstore.policy import EvictionPolicy
 from kvstore.tier import Slot, SlotTier, StorageKey, Tier
 
+_LEFT_FOR_ROOM = (MissReason.EVICTED, MissReason.NOT_ADMITTED)
+"""Reasons to leave that say nothing about a block but that others are worth more: it may come again."""
+
 
 class WriteMode(enum.Enum):
     """When a block is written to the tiers below the top one.
@@ -178,13 +181,13 @@ class State:
             slots += self.top.allocate_staging(length_bytes)
         return slots
 
-    def publish_top(self, entries: Sequence[BlockEntry]) -> None:
-        """Tell the policy of entries of one chain whose top copies became READY."""
+    def publish_top(self, entries: Sequence[BlockEntry], *, is_use: bool) -> None:
+        """Tell the policy of entries of one chain whose top copies became READY; is that a use by itself?"""
         for entry in entries:
             self.directory.forget_gone(entry.name)
-        self._insert(self.top.name, entries)
+        self._insert(self.top.name, entries, is_use=is_use)
 
-    def _insert(self, tier: str, entries: Sequence[BlockEntry]) -> None:
+    def _insert(self, tier: str, entries: Sequence[BlockEntry], *, is_use: bool) -> None:
         if not entries:
             return
         first = entries[0]
@@ -194,13 +197,14 @@ class State:
             size_bytes=first.length_bytes,
             now_s=self.clock(),
             parent=parent,
+            is_use=is_use,
         )
 
     def mark_ready(self, entry: BlockEntry, tier: str) -> None:
         """Note that a lower tier has a READY copy; of a shared one that is a belief, and no copy of ours."""
         if tier in self.policies:
             self.directory.set_copy(entry, tier, Copy(CopyState.READY))
-            self._insert(tier, [entry])
+            self._insert(tier, [entry], is_use=False)
             return
         self.beliefs.setdefault(tier, Beliefs()).note(entry.name)
         if tier in entry.copies:
@@ -222,6 +226,9 @@ class State:
         gone = None if reason is None else Gone(reason, tier, self.clock(), by)
         copy = self.directory.remove_copy(entry, tier, gone)
         if tier in self.policies:
-            self.policies[tier].remove(entry.name)
+            if reason in _LEFT_FOR_ROOM:
+                self.policies[tier].evict(entry.name, now_s=self.clock())
+            else:
+                self.policies[tier].remove(entry.name)
         if tier == self.top.name and copy.slot is not None:
             self._free([copy.slot])

@@ -41,6 +41,7 @@ class BlockwisePolicy(ABC):
         now_s: float,
         parent: StorageKey | None = None,
         hint: Hint = NO_HINT,
+        is_use: bool = True,
     ) -> None:
         """File the new ones and use the known ones, the last of the chain first."""
         for block in reversed(blocks):

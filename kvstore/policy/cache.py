@@ -138,6 +138,9 @@ class PolicyCache:
                 if needed_bytes <= 0:
                     break
             self._evict(evicted, now_s)
+            while needed_bytes > 0 and len(refused) < len(wanted):  # more than fits into an empty tier
+                refused.append(wanted[-1 - len(refused)])
+                needed_bytes -= size_bytes
             if refused:
                 # From the first that was refused on: nothing is stored behind a gap.
                 del wanted[len(wanted) - len(refused) :]

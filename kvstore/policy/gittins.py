@@ -17,6 +17,8 @@ _MAX_OFFERED = 65_536
 
 
 class GittinsPolicy:
+    may_refuse = True
+
     def __init__(self, capacity_bytes: int = 0) -> None:
         self._hazards = Hazards()
         self._cohorts = Cohorts(self._hazards)
@@ -98,14 +100,16 @@ class GittinsPolicy:
         now_s: float,
         parent: StorageKey | None = None,
         hint: Hint = NO_HINT,
+        is_use: bool = True,
     ) -> None:
         """File blocks in cohorts of the request that offered them."""
         known = [block for block in blocks if block in self._blocks]
         if known:
-            self.touch(known, now_s=now_s, hint=hint)
+            if is_use:
+                self.touch(known, now_s=now_s, hint=hint)
             blocks = [block for block in blocks if block not in self._blocks]
         previous = None if parent is None else self._blocks.get(parent)
-        for block in self._learn(Offer(blocks, size_bytes, parent, hint), now_s):
+        for block in self._learn(Offer(blocks, size_bytes, parent, hint), now_s, is_use=is_use):
             assert block.key is not None
             self._blocks[block.key] = block
             if previous is not None:
@@ -116,12 +120,12 @@ class GittinsPolicy:
 
     def refuse(self, offer: Offer, *, now_s: float) -> None:
         """Remember blocks as ghosts in cohorts of the request that offered them."""
-        for block in self._learn(offer, now_s):
+        for block in self._learn(offer, now_s, is_use=True):
             key, block.key = block.key, None
             self._ghosts[hash(key)] = block
         self._bound_ghosts(now_s)
 
-    def _learn(self, offer: Offer, now_s: float) -> Iterator[Block]:
+    def _learn(self, offer: Offer, now_s: float, *, is_use: bool) -> Iterator[Block]:
         """Make the blocks of an offer, each in its cohort and its ghost forgotten."""
         if not all(map(self._offered.__contains__, offer.blocks)):
             self.offer(offer, now_s=now_s)
@@ -129,8 +133,12 @@ class GittinsPolicy:
         cohorts, ghosts, offered = self._cohorts, self._ghosts, self._offered
         for key in offer.blocks:
             lane, turns = offered.pop(key)
-            cohort = fresh.get(lane) or self._fresh(fresh, lane, now_s)
             ghost = ghosts.pop(hash(key), None) if ghosts else None
+            if ghost is not None and not is_use:
+                ghost.key = key
+                yield ghost
+                continue
+            cohort = fresh.get(lane) or self._fresh(fresh, lane, now_s)
             uses = 1
             if ghost is not None:
                 uses += ghost.uses
@@ -148,6 +156,8 @@ class GittinsPolicy:
         gone: dict[Block, int] = {}
         order = -1
         while heap or offered:
+            if not heap and waiting is None:
+                return  # what is offered competes with nothing
             if offered and (not heap or offered[-1][0] <= heap[0][0]):
                 yield offered.pop()[1]
                 if offered or waiting is None or waiting.children > gone.get(waiting, 0):

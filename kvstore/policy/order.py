@@ -40,6 +40,7 @@ class LruPolicy:
         now_s: float,
         parent: StorageKey | None = None,
         hint: Hint = NO_HINT,
+        is_use: bool = True,
     ) -> None:
         """Make the blocks the most recent ones but for those of the use that they continue."""
         order, move_to_end = self._order, self._order.move_to_end
@@ -55,8 +56,6 @@ class LruPolicy:
         """Yield the least recently used first, and an offer before the use that it continues."""
         if offer is None or offer.parent is None or not self._last_use or self._last_use[-1] != offer.parent:
             yield from self._order
-            if offer is not None:
-                yield from reversed(offer.blocks)
             return
         used = set(self._last_use)
         for block in self._order:
@@ -111,6 +110,7 @@ class FifoPolicy(LruPolicy):
         now_s: float,
         parent: StorageKey | None = None,
         hint: Hint = NO_HINT,
+        is_use: bool = True,
     ) -> None:
         """Append the blocks that are new."""
         for block in blocks:

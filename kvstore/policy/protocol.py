@@ -67,16 +67,19 @@ class EvictionPolicy(Protocol):
         now_s: float,
         parent: StorageKey | None = None,
         hint: Hint = NO_HINT,
+        is_use: bool = True,
     ) -> None:
         """Learn of stored blocks of one chain, in chain order, of ``size_bytes`` each. A known one: touch.
 
-        ``parent`` is the block before the first of them, None if that is not known or there is none.
+        ``parent`` is the block before the first of them, None if that is not known or there is none. Without
+        ``is_use`` they come from another tier or an earlier run, and a use, if there is one, is told apart.
         """
 
     def candidates(self, *, now_s: float, offer: Offer | None = None) -> Iterator[StorageKey]:
-        """Yield stored blocks and those of the offer that are worth no more, least worth keeping first.
+        """Yield stored blocks, least worth keeping first, and before any of them what of the offer is worth less.
 
-        Of the offer the last block comes first. Nothing is changed, and it is stale once anything is.
+        Of the offer the last block comes first. What is worth more than all that is stored is not yielded.
+        No stored block becomes unknown by it, and it is stale once anything is changed.
         """
 
     def evict(self, block: StorageKey, *, now_s: float) -> None:

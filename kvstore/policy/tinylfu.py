@@ -57,6 +57,8 @@ class Sketch:
 class WTinyLfuPolicy(BlockwisePolicy):
     """W-TinyLFU (Einziger et al., ACM TOS 2017): 1 % window, 99 % segmented LRU behind a frequency filter."""
 
+    may_refuse = True
+
     def __init__(self, capacity_bytes: int = 0) -> None:
         super().__init__(capacity_bytes)
         self._window, self._probation, self._protected = Queue(), Queue(), Queue()
