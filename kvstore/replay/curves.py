@@ -11,7 +11,18 @@ _WIDTH, _HEIGHT = 760, 430
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 130, 40, 56
 # A grey that stands out from white and from black by more than 4 to 1; the bound is drawn in it, dashed.
 _INK = "#7d7d7d"
-_COLORS = ("#2f8fd6", "#54a24b", "#c264c9", "#d69e1f", "#1aa5a5", "#7a86e0", "#a07a55")
+_COLORS = (
+    "#2f8fd6",
+    "#54a24b",
+    "#c264c9",
+    "#d69e1f",
+    "#1aa5a5",
+    "#a07a55",
+    "#7a86e0",
+    "#d45d8c",
+    "#8a9a2b",
+    "#5f9ea0",
+)
 _OWN = "#e4572e"
 _LABEL_PX = 14
 
