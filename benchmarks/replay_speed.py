@@ -1,4 +1,4 @@
-"""CPU seconds that ``kvstore replay`` takes: reading a trace, the bound, LRU at every capacity, each policy at one.
+"""CPU seconds of ``kvstore replay``: reading a trace, the bound, LRU at every capacity, each policy at one.
 
 Without ``--trace`` it replays conversations of its own making, which say nothing of real hit rates.
 """
