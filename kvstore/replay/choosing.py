@@ -14,7 +14,7 @@ from kvstore.replay.own_policy import describe, load_class
 REPLAY_BLOCK_BYTES = 4096
 """The size of a block as policies are told it; all are alike, so that no figure depends on it."""
 
-_METHODS = ("touch", "insert", "candidates", "evict", "refuse", "remove")
+_METHODS = ("touch", "offer", "insert", "candidates", "evict", "refuse", "remove")
 """What a replay calls of a policy."""
 
 

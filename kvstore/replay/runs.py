@@ -108,7 +108,7 @@ class _Runner:
     def _run_one_tier(self, policy: NamedPolicy, capacity: int) -> Tally:
         trace, tally = self._trace, Tally()
         cache = _cache(policy, capacity)
-        for request, (blocks, now_s, hint) in enumerate(self._requests([cache], policy)):
+        for request, (blocks, now_s, hint) in enumerate(self._requests()):
             served = cache.serve(blocks, size_bytes=REPLAY_BLOCK_BYTES, now_s=now_s, hint=hint)
             tally.add(served.hit_blocks, trace.hit_tokens(request, served.hit_blocks), len(served.written))
         return tally
@@ -117,7 +117,7 @@ class _Runner:
         trace, sizes, tally = self._trace, self._plan.tiers, Tally()
         caches = [_cache(policy, tier.blocks) for tier in sizes]
         tiers = TieredCache(caches, self._parents(), size_bytes=REPLAY_BLOCK_BYTES)
-        for request, (blocks, now_s, hint) in enumerate(self._requests(caches, policy)):
+        for request, (blocks, now_s, hint) in enumerate(self._requests()):
             hit_blocks = tiers.serve(blocks, now_s=now_s, hint=hint)
             tally.add(hit_blocks, trace.hit_tokens(request, hit_blocks), 0)
         tally.written_blocks = sum(tiers.written_blocks)
@@ -126,17 +126,14 @@ class _Runner:
             TierTally(tier.name, tier.blocks, hits, written) for tier, hits, written in counts
         )
 
-    def _requests(
-        self, caches: Sequence[PolicyCache], policy: NamedPolicy
-    ) -> Iterator[tuple[list[StorageKey], float, Hint]]:
-        """Yield each request's blocks, instant and hint; now and then look whether all is well."""
+    def _requests(self) -> Iterator[tuple[list[StorageKey], float, Hint]]:
+        """Yield each request's blocks, instant and hint, and show how far it is."""
         trace, names = self._trace, self._names
         hints = self._hints()
         instants = zip(trace.chains(), trace.arrival_s.tolist(), strict=True)
         for request, (chain, now_s) in enumerate(instants):
             yield [names[number] for number in chain], now_s, hints[request]
-            if request % _REPORT_EVERY == 0 or request == trace.requests - 1:
-                _require_room(caches, policy)
+            if request % _REPORT_EVERY == 0:
                 self._progress.show(request)
 
     def _parents(self) -> dict[StorageKey, StorageKey | None]:
@@ -155,13 +152,6 @@ class _Runner:
 
 def _cache(policy: NamedPolicy, capacity_blocks: int) -> PolicyCache:
     return PolicyCache(policy.make(capacity_blocks), capacity_blocks * REPLAY_BLOCK_BYTES)
-
-
-def _require_room(caches: Sequence[PolicyCache], policy: NamedPolicy) -> None:
-    if any(cache.used_bytes > cache.capacity_bytes for cache in caches):
-        raise InvalidRequest(
-            f"policy {policy.name}: its candidates are too few: more blocks are stored than there is room for"
-        )
 
 
 def _result(

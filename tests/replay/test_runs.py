@@ -43,9 +43,9 @@ class Unmade:
         raise ValueError("too small")
 
 
-class Stubborn(FifoPolicy):
+class Inventive(FifoPolicy):
     def candidates(self, **rest):
-        return iter(())
+        return iter([b"never stored"])
 """
 
 
@@ -149,10 +149,13 @@ def test_a_policy_of_ones_own_is_replayed(own):
     [
         ("Absent", r"mine\.py has no class Absent: its classes are FifoPolicy, Mine, Bare"),
         ("not a name", r"expected FILE\.py:CLASS"),
-        ("Bare", r"has no method touch, insert, candidates, evict, refuse, remove: see kvstore\.policy"),
+        (
+            "Bare",
+            r"has no method touch, offer, insert, candidates, evict, refuse, remove: see kvstore\.policy",
+        ),
         ("Failing", r"policy Failing: .*mine\.py:16: RuntimeError: no more"),
         ("Unmade", r"policy Unmade: .*mine\.py:21: ValueError: too small"),
-        ("Stubborn", r"policy Stubborn: its candidates are too few"),
+        ("Inventive", r"policy Inventive: .*mine\.py: KeyError: b'never stored'"),
     ],
 )
 def test_a_policy_of_ones_own_that_is_wrong_says_so(own, name, said):
