@@ -58,10 +58,11 @@ async def live(trace, policy, capacity):
         fetched = await manager.fetch(chain, owner=owner)
         hits += len(fetched.blocks)
         reserved = await manager.reserve(chain, owner=owner, timeout_s=0.0)
-        for slot in reserved.slots:
-            block = chain[slot.position : slot.position + 1]
-            stored += sum(manager.commit(block, [slot.slot], owner=owner, checksums=[0]))
-            manager.return_slots([slot.slot], owner=owner)
+        if reserved.slots:
+            places = [slot.slot for slot in reserved.slots]
+            run = chain[reserved.slots[0].position : reserved.slots[-1].position + 1]
+            stored += sum(manager.commit(run, places, owner=owner, checksums=[0] * len(run)))
+            manager.return_slots(places, owner=owner)
         if fetched.lease is not None:
             manager.release(fetched.lease, owner=owner)
     assert await manager.check(sample_blocks=0) == []
@@ -74,11 +75,12 @@ def replayed(trace, policy, capacity):
     return result.hit_blocks, result.written_blocks
 
 
+@pytest.mark.parametrize("policy", ["lru", "gittins"])
 @pytest.mark.parametrize("capacity", [30, 100, 400])
-def test_a_live_manager_hits_and_stores_what_the_replay_says(capacity):
+def test_a_live_manager_hits_and_stores_what_the_replay_says(policy, capacity):
     trace = conversations(400, seed=capacity)
 
-    assert asyncio.run(live(trace, "gittins", capacity)) == replayed(trace, "gittins", capacity)
+    assert asyncio.run(live(trace, policy, capacity)) == replayed(trace, policy, capacity)
 
 
 @needs_published_trace
