@@ -118,7 +118,7 @@ class _Frame:
         low, high = max(min(capacities), 1), max(max(capacities), 1)
         if low == high:
             low, high = low / 2, high * 2
-        step = _step(max((y for _, y in points), default=1.0))
+        step = _step(max(1.0, *(y for _, y in points)))
         top = max(step * math.ceil(max(y for _, y in points) / step), step)
         return cls(low, high, top)
 

@@ -160,3 +160,17 @@ def test_a_file_that_cannot_be_written_is_named(replay, tmp_path):
 
     assert status == 2
     assert "x.svg" in err
+
+
+def test_a_trace_that_asks_for_nothing_is_replayed_and_drawn(tmp_path, capsys):
+    trace, drawn = tmp_path / "trace.jsonl", tmp_path / "curves.svg"
+    trace.write_text('{"timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": []}\n')
+
+    status = main(
+        ["replay", str(trace), "--lru-curve", "--svg", str(drawn), "--policies", "lru,bound", "--json"]
+    )
+
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert status == 0
+    assert [row["share_of_bound"] for row in told["results"]] == [1.0, 1.0]
+    assert ET.fromstring(drawn.read_text()) is not None
