@@ -1,6 +1,5 @@
 """BlockwisePolicy: what policies known from textbooks have in common: they order single blocks."""
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -11,7 +10,7 @@ from kvstore.tier import StorageKey
 _CHUNK_BLOCKS = 32
 
 
-class BlockwisePolicy(ABC):
+class BlockwisePolicy:
     """Takes the blocks of a chain one by one, the last one first, so that parents are the more recent ones.
 
     ``_sizes`` has the stored blocks with their bytes. Hints are not heeded, and nothing is saved.
@@ -51,9 +50,9 @@ class BlockwisePolicy(ABC):
                 self._sizes[block] = size_bytes
                 self._add(block, size_bytes)
 
-    @abstractmethod
     def candidates(self, *, now_s: float, offer: Offer | None = None) -> Iterator[StorageKey]:
         """Yield blocks, least worth keeping first."""
+        raise NotImplementedError
 
     def evict(self, block: StorageKey, *, now_s: float) -> None:
         """Take a block out, to be remembered as the policy sees fit."""
@@ -84,17 +83,17 @@ class BlockwisePolicy(ABC):
     def __len__(self) -> int:
         return len(self._sizes)
 
-    @abstractmethod
     def _add(self, block: StorageKey, size_bytes: int) -> None:
         """File a new block."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _use(self, block: StorageKey) -> None:
         """Take note of a use of a known block."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _drop(self, block: StorageKey, size_bytes: int, *, is_evicted: bool) -> None:
         """Take a known block out; one that was evicted may become a ghost."""
+        raise NotImplementedError
 
     def _forget_ghost(self, block: StorageKey) -> None:
         """Forget the ghost of a block, if there is one."""

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Hashable, Iterator
 
+from kvstore.policy.block_classes import first_factors
 from kvstore.policy.hazards import EDGES_S, NUM_AGES, ClassPath, Evidence, Hazards
 from kvstore.tier import StorageKey
 
@@ -89,7 +90,7 @@ class Cohorts:
         """Return the lane of a class and a weight."""
         lane = self._lanes.get((path, weight))
         if lane is None:
-            lane = Lane(self._hazards.evidence(path), weight, len(self._lanes))
+            lane = Lane(self._hazards.evidence(path, first_factors(path)), weight, len(self._lanes))
             self._lanes[path, weight] = lane
         return lane
 

@@ -12,7 +12,7 @@ _USES_TO_STAY = 2
 
 
 class S3FifoPolicy(BlockwisePolicy):
-    """S3-FIFO (Yang et al., SOSP 2023): a small queue that new blocks must outlive, a main one, and ghosts."""
+    """S3-FIFO (Yang et al., SOSP 2023): a small queue for new blocks, a main one, and ghosts."""
 
     def __init__(self, capacity_bytes: int = 0) -> None:
         super().__init__(capacity_bytes)

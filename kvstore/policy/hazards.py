@@ -7,7 +7,7 @@ points of hit rate. A class with little evidence leans on its parent in the tree
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,7 @@ Array = npt.NDArray[np.float64]
 class Evidence:
     """What was seen of one class. ``worth`` is by age, per slot-second; ``Hazards.rebuild`` makes it."""
 
-    __slots__ = ("_ended", "_live", "_live_at_s", "_partial_s", "path", "prior", "used", "worth")
+    __slots__ = ("_ended", "_live", "_live_at_s", "_partial_s", "path", "prior", "saved_s", "used", "worth")
 
     def __init__(self, path: ClassPath, prior: Array) -> None:
         self.path = path
@@ -48,6 +48,7 @@ class Evidence:
         self._partial_s = [0.0] * NUM_AGES  # what those were exposed in that age
         self._live = [0] * NUM_AGES  # blocks that are in that age
         self._live_at_s = [0.0] * NUM_AGES  # and the sum of the instants of their last use
+        self.saved_s = [0.0] * NUM_AGES  # exposure in earlier runs
         self.worth: list[float] = []
 
     def add(self, age: int, at_s: float, num: int) -> None:
@@ -81,12 +82,12 @@ class Evidence:
         all_s = live + ended
         beyond = np.cumsum(all_s[::-1])[::-1] - all_s
         in_it_s = np.maximum(0.0, live * (now_s - _STARTS) - np.array(self._live_at_s))
-        return beyond * _WIDTHS + np.array(self._partial_s) + in_it_s
+        return beyond * _WIDTHS + np.array(self._partial_s) + in_it_s + np.array(self.saved_s)
 
     def bound(self) -> None:
         """Halve old evidence where there is much."""
-        if sum(self._ended) > _MAX_EVIDENCE:
-            for counts in (self.used, self._ended, self._partial_s):
+        if sum(self._ended) > _MAX_EVIDENCE or sum(self.used) > _MAX_EVIDENCE:
+            for counts in (self.used, self._ended, self._partial_s, self.saved_s):
                 counts[:] = [count / 2 for count in counts]
 
 
@@ -114,6 +115,18 @@ class Hazards:
         else:
             nothing = np.zeros((1, NUM_AGES))
             new.worth = index_table(self._hazards([new], nothing, nothing))[0].tolist()
+
+    def to_state(self, now_s: float) -> list[list[object]]:
+        """Return what was seen, ready for msgpack: per class its path, uses and exposure by age."""
+        return [[list(c.path), c.used, c.exposure_s(now_s).tolist()] for c in self._by_path.values()]
+
+    def from_state(self, saved: Iterable[tuple[ClassPath, list[float], list[float]]]) -> None:
+        """Add what an earlier run has seen; classes are new here or add up."""
+        for path, used, exposure_s in saved:
+            evidence = self.evidence(path)
+            for age in range(NUM_AGES):
+                evidence.used[age] += used[age]
+                evidence.saved_s[age] += exposure_s[age]
 
     def rebuild(self, now_s: float) -> None:
         """Compute what every class is worth from what was seen."""

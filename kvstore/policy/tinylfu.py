@@ -1,4 +1,4 @@
-"""W-TinyLFU: a small window, and a main part that only blocks enter that are used more often than its victim."""
+"""W-TinyLFU: a small window before a main part that only frequent blocks enter."""
 
 from collections.abc import Iterator
 from zlib import crc32
@@ -72,6 +72,7 @@ class WTinyLfuPolicy(BlockwisePolicy):
         size_bytes = 0 if offer is None else offer.size_bytes * len(offer.blocks)
         excess_bytes = self._window.used_bytes + size_bytes - limit_bytes
         entrant, victim = next(window, None), next(main, None)
+        entered: list[StorageKey] = []
         while entrant is not None or victim is not None:
             if victim is None or (
                 entrant is not None and excess_bytes > 0 and not self._wins(entrant, victim)
@@ -85,9 +86,11 @@ class WTinyLfuPolicy(BlockwisePolicy):
             victim = next(main, None)
             if entrant is not None and excess_bytes > 0:
                 excess_bytes -= entrant[1]
+                if entrant[0] in self._window:
+                    entered.append(entrant[0])
                 entrant = next(window, None)
         # Those of the window that would have entered the main part come last.
-        yield from ()
+        yield from entered
 
     def _wins(self, entrant: tuple[StorageKey, int], victim: tuple[StorageKey, int]) -> bool:
         return self._sketch.count(entrant[0]) > self._sketch.count(victim[0])

@@ -1,0 +1,99 @@
+"""Every policy keeps the law, and those that a library has too agree with it."""
+
+import cachetools
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.policy import POLICIES, PolicyCache, policy_named
+from kvstore.tier import StorageKey
+from tests.contract.policy_law import PolicyLaw
+
+
+class TestFifo(PolicyLaw):
+    new_policy = staticmethod(policy_named("fifo"))
+    keeps_parents = False
+
+
+class TestLru(PolicyLaw):
+    new_policy = staticmethod(policy_named("lru"))
+
+
+class TestLru2(PolicyLaw):
+    new_policy = staticmethod(policy_named("lru-2"))
+    keeps_parents = False
+
+
+class TestSlru(PolicyLaw):
+    new_policy = staticmethod(policy_named("slru"))
+    keeps_parents = False
+
+
+class TestArc(PolicyLaw):
+    new_policy = staticmethod(policy_named("arc"))
+    keeps_parents = False
+
+
+class TestS3Fifo(PolicyLaw):
+    new_policy = staticmethod(policy_named("s3-fifo"))
+    keeps_parents = False
+
+
+class TestSieve(PolicyLaw):
+    new_policy = staticmethod(policy_named("sieve"))
+    keeps_parents = False
+
+
+class TestWTinyLfu(PolicyLaw):
+    new_policy = staticmethod(policy_named("w-tinylfu"))
+    keeps_parents = False
+
+
+class TestLfu(PolicyLaw):
+    new_policy = staticmethod(policy_named("lfu"))
+    keeps_parents = False
+
+
+class TestGittins(PolicyLaw):
+    new_policy = staticmethod(policy_named("gittins"))
+
+
+def test_every_policy_that_a_configuration_can_name_is_held_to_the_law():
+    classes = [one for one in globals().values() if isinstance(one, type) and issubclass(one, PolicyLaw)]
+
+    held = {type(one.new_policy(1)) for one in classes if one.new_policy is not None}
+
+    assert held == set(POLICIES.values())
+
+
+numbers = st.lists(st.integers(0, 30), max_size=300)
+
+
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [("lru", cachetools.LRUCache), ("fifo", cachetools.FIFOCache)],
+)
+@settings(max_examples=60, deadline=None)
+@given(uses=numbers)
+def test_a_library_stores_the_same_blocks(name, library, uses):
+    cache, other = PolicyCache(policy_named(name)(8), 8), library(8)
+
+    for now_s, number in enumerate(uses):
+        key = StorageKey(b"%d" % number)
+        hit_blocks = cache.serve([key], now_s=float(now_s)).hit_blocks
+        assert hit_blocks == (other.get(key) is not None)
+        other.setdefault(key, True)
+        assert {key for key in other if key in cache} == set(other)
+
+
+@settings(max_examples=60, deadline=None)
+@given(uses=numbers)
+def test_lfu_evicts_what_a_library_counts_least(uses):
+    cache, counted = PolicyCache(policy_named("lfu")(8), 8), {}
+
+    for now_s, number in enumerate(uses):
+        key = StorageKey(b"%d" % number)
+        served = cache.serve([key], now_s=float(now_s))
+        for gone in served.evicted:
+            assert counted.pop(gone) <= min(counted.values(), default=0) + 0 or not counted
+        counted[key] = counted.get(key, 0) + 1
