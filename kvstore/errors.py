@@ -21,6 +21,10 @@ class InvalidRequest(KVStoreError):
     """A request that no state of the store could serve: wrong sizes, unknown namespace, too many keys."""
 
 
+class InvalidTrace(KVStoreError):
+    """A recorded trace cannot be read, or does not hold what its format has."""
+
+
 class NamespaceNotOpen(InvalidRequest):
     """The store does not know the namespace, or has forgotten it because it was empty: open it (again)."""
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Self
 
+from kvstore.access_log import AccessLog
 from kvstore.assembly import Store, assemble
 from kvstore.config import Config
 from kvstore.config_sections import HttpConfig
@@ -35,15 +36,17 @@ async def serving(
     stay_awake: Callable[[float], None] | None = None,
     prefill_tokens_per_s: float = 0.0,
     events: ZmqSettings | None = None,
+    access_log: AccessLog | None = None,
 ) -> AsyncIterator[StoreServer]:
     """Open the store a configuration describes and serve it, at ``socket_path`` if one is given.
 
     ``stay_awake`` is told for how many seconds the loop should not go to sleep. ``prefill_tokens_per_s`` is
     the speed of the engines beside it, from which metrics estimate what hits saved (0: not estimated).
-    ``events`` says where it is published which blocks come and go.
+    ``events`` says where it is published which blocks come and go. ``access_log`` is started and closed with
+    the server.
 
     Raises:
-        InvalidConfig: the socket or the configuration cannot be used.
+        InvalidConfig: the socket, the access log or the configuration cannot be used.
         TierUnavailable: a tier cannot be opened.
     """
     store = assemble(config)
@@ -53,11 +56,14 @@ async def serving(
         socket_path=socket_path,
         max_connections=config.server.max_connections,
         stay_awake=stay_awake,
+        access_log=access_log,
     )
     server.counters.prefill_tokens_per_s = prefill_tokens_per_s
     feed = EventFeed(store.manager, server.counters.events)
     publisher = None if events is None else _publisher(events, server)
-    face = None if config.http is None else _http_face(config, config.http, store, server, feed)
+    face = None
+    if config.http is not None:
+        face = _http_face(config, config.http, store, server, feed, access_log)
     async with contextlib.AsyncExitStack() as stack:
         # First the addresses: where another server has them, no folder of a tier is made or touched.
         stack.push_async_callback(server.stop)
@@ -69,6 +75,10 @@ async def serving(
         if publisher is not None:
             stack.callback(publisher.close)
             publisher.open()
+        if access_log is not None:
+            access_log.start()
+            stack.push_async_callback(asyncio.to_thread, access_log.close)
+            server.counters.access_log = access_log.as_dict
         stack.push_async_callback(store.manager.close)
         await store.manager.open()
         stack.push_async_callback(store.records.close)
@@ -96,7 +106,12 @@ def _publisher(events: ZmqSettings, server: StoreServer) -> "ZmqPublisher":
 
 
 def _http_face(
-    config: Config, http: HttpConfig, store: Store, server: StoreServer, feed: EventFeed
+    config: Config,
+    http: HttpConfig,
+    store: Store,
+    server: StoreServer,
+    feed: EventFeed,
+    access_log: AccessLog | None,
 ) -> "HttpFace":
     # Only a store with such a section needs aiohttp.
     from kvstore.doors import Doors
@@ -122,6 +137,7 @@ def _http_face(
         server_stats=server.counters.as_dict,
         records=store.records,
         feed=feed,
+        access_log=access_log,
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.accepting import Accepting
+from kvstore.access_log import AccessLog
 from kvstore.arena_view import open_read_only
 from kvstore.errors import InvalidRequest, OtherVersion, ProtocolMismatch, ServerUnavailable
 from kvstore.late_work import LateWork
@@ -58,7 +59,9 @@ class StoreServer:
         socket_path: str | os.PathLike[str] | None = None,
         max_connections: int = 256,
         stay_awake: Callable[[float], None] | None = None,
+        access_log: AccessLog | None = None,
     ) -> None:
+        self._access_log = access_log
         self._manager = manager
         self._records = records or RecordStore(None)
         self._arena_fd: int | None = None
@@ -215,6 +218,7 @@ class StoreServer:
             late_work=self._late_work,
             on_end=self._forget_connection,
             stay_awake=self._stay_awake,
+            access_log=self._access_log,
         )
         self._connections.add(connection)
         self.counters.connections += 1

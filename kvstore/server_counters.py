@@ -2,6 +2,7 @@
 
 import mmap
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore.counters import Durations
@@ -52,6 +53,7 @@ class ServerCounters:
     loop_delay: Durations = field(default_factory=lambda: Durations(DELAY_BOUNDS_S))
     prefill_tokens_per_s: float = 0.0
     events: EventCounters = field(default_factory=EventCounters)
+    access_log: Callable[[], dict[str, int]] | None = None
 
     def as_dict(self) -> dict[str, object]:
         """Return a JSON-ready copy."""
@@ -71,6 +73,7 @@ class ServerCounters:
             "loop_delay": self.loop_delay.as_dict(),
             "prefill_tokens_per_s": self.prefill_tokens_per_s,
             "events": self.events.as_dict(),
+            **({} if self.access_log is None else {"access_log": self.access_log()}),
         }
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
+from kvstore.access_log import Access, AccessLog
 from kvstore.answering import (
     answer_erase,
     answer_exists,
@@ -36,6 +37,7 @@ from kvstore.late_work import LateWork
 from kvstore.lingering import Lingering
 from kvstore.log_limit import LimitedWarning
 from kvstore.manager import BlockManager
+from kvstore.message_fields import ChainRequest
 from kvstore.messages import (
     AdvanceEpoch,
     Answer,
@@ -109,6 +111,16 @@ _LONGEST_WAKE_S = 300e-6
 """How long the loop is kept awake for what a client sends after its copy, which is taken to run at that rate;
 after a longer copy the time that waking takes does not count."""
 
+_ACCESSES: dict[type[Request], Access] = {
+    Match: Access.LOOK,
+    MatchAndLease: Access.LOOK,
+    Peek: Access.PEEK,
+    Fetch: Access.TAKE,
+    LeaseChain: Access.TAKE,
+    Reserve: Access.STORE,
+}
+"""What the requests of the data path do, for the access log."""
+
 _UNTIMED_S = 10.0
 """How long an operation is waited for whose request gives no time."""
 
@@ -134,7 +146,9 @@ class Connection(asyncio.BufferedProtocol):
         late_work: LateWork,
         on_end: Callable[["Connection"], None],
         stay_awake: Callable[[float], None] | None = None,
+        access_log: AccessLog | None = None,
     ) -> None:
+        self._access_log = access_log
         self._manager = manager
         self._records = records
         self._decoder = decoder
@@ -302,6 +316,8 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse(error, frame.request_id)
             return
         self._counters.requests[type(request).__name__.lower()] += 1
+        if self._access_log is not None:
+            self._note_access(self._access_log, request)
         if isinstance(request, Release):
             self._release(request)
         elif isinstance(request, ReturnSlots):
@@ -317,6 +333,11 @@ class Connection(asyncio.BufferedProtocol):
             self._in_flight[frame.request_id] = task
             self._idle.clear()
             task.add_done_callback(lambda _: self._finish(frame.request_id))
+
+    def _note_access(self, log: AccessLog, request: Request) -> None:
+        access = _ACCESSES.get(type(request))
+        if access is not None and isinstance(request, ChainRequest):
+            log.note(self._owner, access, request.about.chain, request.about.part)
 
     def _finish(self, request_id: int) -> None:
         del self._in_flight[request_id]

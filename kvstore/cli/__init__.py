@@ -50,6 +50,11 @@ COMMANDS = (
     Command("engine", "kvstore.cli.engine", "run an inference replica over a store"),
     Command("demo", "kvstore.cli.demo", "run two nodes with a real model and check every tier"),
     Command("drill", "kvstore.cli.drill_command", "inject faults into real parts and check every promise"),
+    Command(
+        "replay",
+        "kvstore.cli.replay_command",
+        "replay recorded traffic through eviction policies, beside the best possible",
+    ),
     Command("version", "kvstore.cli.version_command", "show the version"),
 )
 

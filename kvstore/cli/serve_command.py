@@ -11,7 +11,9 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from kvstore.access_log import DEFAULT_MAX_BYTES, AccessLog
 from kvstore.awake_selector import AwakeSelector
+from kvstore.cli.size_argument import size_argument
 from kvstore.config import Config, load_config
 from kvstore.core_dumps import become_undumpable, leave_no_core_file
 from kvstore.errors import InvalidConfig
@@ -31,6 +33,18 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument(
         "--config", metavar="FILE", help="TOML file (default: $KVSTORE_CONFIG, else the defaults)"
+    )
+    parser.add_argument(
+        "--access-log",
+        metavar="FILE",
+        help="write which blocks are asked for, under hashed names, for kvstore replay",
+    )
+    parser.add_argument(
+        "--access-log-bytes",
+        type=size_argument,
+        default=DEFAULT_MAX_BYTES,
+        metavar="SIZE",
+        help="how large the file and the one before it, FILE.1, may become together (default: 1GiB)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON line when ready, and one when stopped"
@@ -115,6 +129,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _access_log(args: argparse.Namespace) -> AccessLog | None:
+    if args.access_log is None:
+        return None
+    return AccessLog(args.access_log, max_bytes=args.access_log_bytes)
+
+
 async def _serve(
     config: Config,
     args: argparse.Namespace,
@@ -134,6 +154,7 @@ async def _serve(
         stay_awake=stay_awake,
         prefill_tokens_per_s=args.prefill_tokens_per_s,
         events=events,
+        access_log=_access_log(args),
     ) as server:
         # What is there by now stays: no collection looks at it again, which would take tens of milliseconds.
         gc.collect()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
+from kvstore.access_log import Access
 from kvstore.http.blocks import PAYLOAD_TYPE, begin_answer, payload_answer
 from kvstore.http.payloads import (
     ReadyPayload,
@@ -32,6 +33,7 @@ async def fetch(call: Call) -> web.StreamResponse:
     """Send the longest stored prefix from its slots."""
     service, namespace = call.service, call.namespace()
     chain, part = call.chain(namespace), call.part(namespace)
+    call.note_access(Access.TAKE, chain, part)
     _require_batch(call, len(chain), namespace.layout.part_bytes(part))
     async with call.owner() as owner:
         fetched = await service.manager.fetch(chain, owner=owner, part=part, timeout_s=call.timeout_s)
@@ -72,6 +74,7 @@ async def store(call: Call) -> web.StreamResponse:
     head = await _read_head(call)
     namespace = call.namespace(head)
     chain, part = call.chain(namespace, head), call.part(namespace, head)
+    call.note_access(Access.STORE, chain, part)
     length_bytes = namespace.layout.part_bytes(part)
     _require_batch(call, len(chain), length_bytes)
     given_bytes = head.integer("length_bytes")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from aiohttp import web
 
+from kvstore.access_log import AccessLog
 from kvstore.doors import Doors
 from kvstore.event_feed import EventFeed
 from kvstore.http.counters import HttpCounters
@@ -47,6 +48,7 @@ class HttpFace:
         server_stats: Callable[[], Mapping[str, object]] = dict,
         records: RecordStore | None = None,
         feed: EventFeed | None = None,
+        access_log: AccessLog | None = None,
     ) -> None:
         self._doors = doors or Doors()
         self._limits = limits or Limits()
@@ -61,6 +63,7 @@ class HttpFace:
             document=openapi_document(),
             records=records or RecordStore(None),
             feed=feed or EventFeed(manager),
+            access_log=access_log,
         )
         self._dispatcher = Dispatcher(self._service, self._doors.gate)
         self._host_port = host_port

@@ -4,6 +4,7 @@ from dataclasses import fields
 
 from aiohttp import web
 
+from kvstore.access_log import Access
 from kvstore.http.refusal import ErrorCode, Refused
 from kvstore.http.schemas import MAX_WHY_BLOCKS
 from kvstore.http.service import Call, json_answer, send_whole
@@ -49,6 +50,7 @@ async def open_namespace(call: Call) -> web.StreamResponse:
 async def match(call: Call) -> web.StreamResponse:
     """Count the leading blocks that are stored, and lease them if that is wanted."""
     chain, part = call.chain_and_part()
+    call.note_access(Access.LOOK, chain, part)
     if call.values.flag("lease"):
         return await _match_and_lease(call, chain, part)
     found = await call.service.manager.match(chain, part=part, timeout_s=call.timeout_s)
@@ -58,6 +60,7 @@ async def match(call: Call) -> web.StreamResponse:
 async def lease(call: Call) -> web.StreamResponse:
     """Load the leading blocks that are stored into memory, and lease them there."""
     chain, part = call.chain_and_part()
+    call.note_access(Access.TAKE, chain, part)
     manager = call.service.manager
     with call.caller.place_for_lease() as owner:
         if owner is None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
+from kvstore.access_log import Access, AccessLog
 from kvstore.auth import Identity, Tenancy
 from kvstore.errors import TimedOut
 from kvstore.event_feed import EventFeed
@@ -74,6 +75,7 @@ class HttpService:
     gate_stats: Callable[[], Mapping[str, object]]
     feed: EventFeed
     records: RecordStore = field(default_factory=lambda: RecordStore(None))
+    access_log: AccessLog | None = None
     clock: Callable[[], float] = time.monotonic
     counters: HttpCounters = field(default_factory=HttpCounters)
     late_work: LateWork = field(default_factory=LateWork)
@@ -139,6 +141,11 @@ class Call:
     def patience_s(self) -> float:
         """How long an operation is waited for that may not end in time by itself."""
         return _UNTIMED_S if self.timeout_s is None else self.timeout_s + _GRACE_S
+
+    def note_access(self, access: Access, chain: PrefixChain, part: Part) -> None:
+        """Tell the access log, if there is one, what is done with a chain."""
+        if self.service.access_log is not None:
+            self.service.access_log.note(id(self.caller), access, chain, part)
 
     def checksum_header(self) -> int | None:
         """Return the checksum that the client says its payload has.

@@ -1,0 +1,104 @@
+"""Which policy a name means: one of the store's, the bound, or a class in a file of the user's own."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvstore.errors import InvalidRequest
+from kvstore.policy import POLICIES, EvictionPolicy
+from kvstore.replay.outcome import BOUND
+from kvstore.replay.own_policy import describe, load_class
+
+REPLAY_BLOCK_BYTES = 4096
+"""The size of a block as policies are told it; all are alike, so that no figure depends on it."""
+
+_METHODS = ("touch", "offer", "insert", "candidates", "evict", "refuse", "remove")
+"""What a replay calls of a policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPolicy:
+    """A policy under the name that a result shows. ``new`` makes one for a capacity; None is the bound.
+
+    ``own_file`` is the file it came from, for messages.
+    """
+
+    name: str
+    new: Callable[[int], EvictionPolicy] | None
+    own_file: Path | None = None
+
+    def make(self, capacity_blocks: int) -> EvictionPolicy:
+        """Return a fresh policy for so many blocks of ``REPLAY_BLOCK_BYTES``.
+
+        Raises:
+            InvalidRequest: it is the user's own, and cannot be made or lacks a method.
+        """
+        capacity_bytes = capacity_blocks * REPLAY_BLOCK_BYTES
+        assert self.new is not None, "the bound is no policy"
+        if self.own_file is None:
+            return self.new(capacity_bytes)
+        try:
+            policy: Any = self.new(capacity_bytes)  # Any: the user's object
+        except Exception as error:
+            raise InvalidRequest(f"policy {self.name}: {describe(error, self.own_file)}") from error
+        missing = [name for name in _METHODS if not callable(getattr(policy, name, None))]
+        if missing:
+            raise InvalidRequest(
+                f"policy {self.name}: {self.own_file} has no method {', '.join(missing)}: see"
+                " kvstore.policy.EvictionPolicy"
+            )
+        made: EvictionPolicy = policy
+        return made
+
+
+def policy_names() -> list[str]:
+    """Return the names that ``policy_of`` knows, the bound last."""
+    return [*POLICIES, BOUND]
+
+
+def policy_of(text: str) -> NamedPolicy:
+    """Return the policy of a name, in any spelling of it (``s3fifo``, ``S3-FIFO``), or of ``FILE.py:CLASS``.
+
+    Raises:
+        InvalidRequest: there is none.
+    """
+    if ":" in text:
+        return own_policy(text)
+    known = {_plain(name): new for name, new in POLICIES.items()}
+    plain = _plain(text)
+    if plain == BOUND:
+        return NamedPolicy(BOUND, None)
+    if plain not in known:
+        raise InvalidRequest(f"policy {text!r} is unknown, expected some of {', '.join(policy_names())}")
+    return NamedPolicy(text.lower(), known[plain])
+
+
+def own_policy(where: str) -> NamedPolicy:
+    """Return the policy that is the class ``FILE.py:CLASS``. The file is run.
+
+    Raises:
+        InvalidRequest: there is no such class.
+    """
+    path, _, name = where.rpartition(":")
+    return NamedPolicy(name, load_class(where), Path(path))
+
+
+def require_distinct(policies: list[NamedPolicy]) -> list[NamedPolicy]:
+    """Return the policies once each.
+
+    Raises:
+        InvalidRequest: two that are not the same have one name.
+    """
+    by_name: dict[str, NamedPolicy] = {}
+    for policy in policies:
+        same = by_name.setdefault(policy.name, policy)
+        if (same.new, same.own_file) != (policy.new, policy.own_file) and policy.own_file is not None:
+            raise InvalidRequest(f"policy {policy.name}: two have that name: rename the class")
+    return list(by_name.values())
+
+
+@functools.cache
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())

@@ -1,0 +1,197 @@
+"""The access log has each request once, under names that tell nothing, and is never in the way."""
+
+import json
+
+import pytest
+
+from kvstore import KVLayout, Namespace
+from kvstore import access_log as access_log_module
+from kvstore.access_log import MIN_MAX_BYTES, Access, AccessLog
+from kvstore.errors import InvalidConfig
+from kvstore.layout import Part
+from kvstore.replay import read_trace
+
+LAYOUT = KVLayout.opaque(block_bytes=64, block_tokens=4)
+NAMESPACE = Namespace(model="m", layout=LAYOUT)
+OTHER = Namespace(model="other", layout=KVLayout.opaque(block_bytes=64, block_tokens=8))
+
+
+def chain(*first_tokens, namespace=NAMESPACE):
+    """A chain with a block for each number."""
+    return namespace.chain([token for token in first_tokens for _ in range(namespace.block_tokens)])
+
+
+class Log:
+    """A log with a clock of its own, that is read when it has ended."""
+
+    def __init__(self, path, **settings):
+        self.path, self.now_s = path, 50.0
+        self.log = AccessLog(path, clock=lambda: self.now_s, **settings)
+        self.log.start()
+
+    def note(self, access, what, client=1, part=None):
+        self.log.note(client, access, what, part)
+        self.now_s += 1
+
+    def requests(self):
+        self.log.close()
+        trace = read_trace(str(self.path))
+        return [list(blocks) for blocks in trace.chains()]
+
+    def lines(self):
+        self.log.close()
+        return [json.loads(line) for line in self.path.read_text().splitlines() if line]
+
+
+@pytest.fixture
+def log(tmp_path):
+    made = Log(tmp_path / "access.jsonl")
+    yield made
+    made.log.close()
+
+
+def test_what_one_client_does_with_a_chain_is_one_request(log):
+    prompt, whole = chain(1, 2, 3), chain(1, 2, 3, 4)
+    log.note(Access.LOOK, prompt)
+    log.note(Access.PEEK, prompt[:2])
+    log.note(Access.TAKE, prompt[:2])
+    log.note(Access.STORE, whole[2:])
+
+    assert log.requests() == [[0, 1, 2, 3]]
+
+
+def test_windows_of_a_long_chain_are_one_request(log):
+    prompt = chain(*range(10))
+    for access in (Access.TAKE, Access.STORE):
+        for start in (0, 4, 8):
+            log.note(access, prompt[start : start + 4])
+
+    assert log.requests() == [list(range(10))]
+
+
+def test_asking_again_is_another_request(log):
+    for access in (Access.LOOK, Access.LOOK, Access.TAKE, Access.TAKE, Access.TAKE):
+        log.note(access, chain(1, 2))
+
+    assert log.requests() == [[0, 1], [0, 1], [0, 1]]
+
+
+def test_clients_and_chains_are_kept_apart(log):
+    log.note(Access.LOOK, chain(1, 2))
+    log.note(Access.LOOK, chain(1, 3))
+    log.note(Access.TAKE, chain(1, 2), client=2)
+    log.note(Access.STORE, chain(1, 3, 4))
+
+    assert log.requests() == [[0, 1], [0, 2, 3], [0, 1]]
+
+
+def test_a_request_that_was_silent_for_long_has_ended(log):
+    log.note(Access.LOOK, chain(1))
+    log.now_s += 60
+    log.note(Access.STORE, chain(1))
+
+    assert log.requests() == [[0], [0]]
+
+
+def test_of_the_parts_of_a_block_the_first_counts(log):
+    for start in (0, 4):
+        log.note(Access.LOOK, chain(1), client=start, part=Part(0, 8, start, start + 4))
+
+    assert log.requests() == [[0]]
+
+
+def test_a_chain_whose_beginning_was_not_seen_is_counted_as_dropped(log):
+    log.note(Access.TAKE, chain(1, 2)[1:])
+    log.note(Access.TAKE, chain())
+    log.note(Access.LOOK, chain(5))
+
+    assert log.requests() == [[0]]
+    assert log.log.as_dict() == {"lines": 1, "dropped": 1}
+
+
+def test_nothing_in_the_file_is_a_key_and_nothing_is_the_same_in_two_files(tmp_path):
+    first, second = Log(tmp_path / "a"), Log(tmp_path / "b")
+    for one in (first, second):
+        one.note(Access.LOOK, chain(1, 2))
+    keys = [key.hex() for key in chain(1, 2).keys]
+
+    names = [one.lines()[-1]["blocks"] for one in (first, second)]
+
+    text = first.path.read_text() + second.path.read_text()
+    assert not any(key[start : start + 16] in text for key in keys for start in (0, 16, 32, 48))
+    assert set(names[0]).isdisjoint(names[1])
+    assert first.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_blocks_of_two_sizes_say_so(log):
+    log.note(Access.LOOK, chain(1))
+    log.note(Access.LOOK, chain(1, namespace=OTHER))
+
+    assert [line["n"] for line in log.lines()[1:]] == [4, 8]
+
+
+def test_the_files_together_stay_below_their_size(tmp_path):
+    log = Log(tmp_path / "access.jsonl", max_bytes=MIN_MAX_BYTES)
+    for number in range(100):
+        log.note(Access.LOOK, chain(*range(number, number + 100)))
+
+    log.log.close()
+
+    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+    assert len(sizes) == 2
+    assert sum(sizes) <= MIN_MAX_BYTES + 4096
+    assert read_trace(str(log.path)).requests < 100
+
+
+def test_a_file_that_is_there_is_gone_on_with(tmp_path):
+    for _ in range(2):
+        log = Log(tmp_path / "access.jsonl")
+        log.note(Access.LOOK, chain(1, 2))
+        log.log.close()
+        with log.path.open("a") as file:
+            file.write('{"t":1')
+
+    trace = read_trace(str(log.path), skip_bad_lines=True)
+    assert trace.requests == 2
+    assert trace.unique_blocks == 4  # the names of another process
+
+
+def test_what_comes_too_fast_is_dropped_and_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(access_log_module, "_MAX_QUEUED_KEYS", 10)
+    monkeypatch.setattr(access_log_module, "_POLL_S", 60.0)
+    log = Log(tmp_path / "access.jsonl")
+    for _ in range(5):
+        log.note(Access.LOOK, chain(*range(6)))
+
+    assert len(log.requests()) == 2
+    assert log.log.as_dict() == {"lines": 2, "dropped": 3}
+
+
+def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path):
+    with pytest.raises(InvalidConfig, match="No space left"):
+        AccessLog("/dev/full").start()
+
+
+def test_a_fault_while_it_runs_is_a_warning(tmp_path, monkeypatch, caplog):
+    log = Log(tmp_path / "access.jsonl")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(access_log_module.os, "write", full)
+    log.note(Access.LOOK, chain(1))
+    log.log.close()
+    monkeypatch.undo()
+    log.note(Access.LOOK, chain(1))
+
+    assert "No space left on device: nothing more is written" in caplog.text
+    assert log.log.as_dict() == {"lines": 0, "dropped": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "max_bytes", "said"),
+    [("no/such/folder", MIN_MAX_BYTES, "No such file"), ("access", 10, "10 bytes, at least 65536")],
+)
+def test_a_log_that_cannot_be_written_stops_the_start(tmp_path, path, max_bytes, said):
+    with pytest.raises(InvalidConfig, match=said):
+        AccessLog(tmp_path / path, max_bytes=max_bytes).start()
