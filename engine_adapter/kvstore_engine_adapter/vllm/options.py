@@ -1,0 +1,70 @@
+"""ConnectorOptions: what ``kv_connector_extra_config`` may say."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from kvstore.errors import InvalidConfig
+
+_MAX_DEADLINE_MS = 60_000
+_MAX_QUEUE_BYTES = 1 << 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorOptions:
+    """Options of the connector.
+
+    ``store``: address of the store, ``unix:/path`` or ``http(s)://host:port`` (then with ``tls_folder``, and the
+    key in the environment's ``KVSTORE_API_KEY``). ``model``: name of the model in the store, by default the one
+    vLLM has; for a folder, the folder's name. ``weights``: digest or revision of the weights; by default found
+    out. ``salt``: separates what shares nothing with others. ``lookup_deadline_ms``: how long one request may
+    wait for lookups, in all. ``load_deadline_ms``: how long a load may take, beside 5 ns per byte.
+    ``save_queue_bytes``: memory for blocks that wait to be stored, per rank. ``min_blocks``: fewer blocks than
+    this are not worth a load. ``is_read_only``: nothing is stored.
+    """
+
+    store: str
+    model: str = ""
+    weights: str = ""
+    salt: str = ""
+    lookup_deadline_ms: float = 50
+    load_deadline_ms: float = 500
+    save_queue_bytes: int = 256 << 20
+    min_blocks: int = 1
+    is_read_only: bool = False
+    tls_folder: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("lookup_deadline_ms", "load_deadline_ms"):
+            if not 0 < getattr(self, name) <= _MAX_DEADLINE_MS:
+                raise InvalidConfig(f"kv_connector_extra_config: {name} must be above 0, at most {_MAX_DEADLINE_MS}")
+        if not 0 <= self.save_queue_bytes <= _MAX_QUEUE_BYTES:
+            raise InvalidConfig("kv_connector_extra_config: save_queue_bytes must be 0 to 1 TiB")
+        if self.min_blocks < 1:
+            raise InvalidConfig("kv_connector_extra_config: min_blocks must be at least 1")
+
+    @classmethod
+    def parse(cls, given: Mapping[str, object]) -> "ConnectorOptions":
+        """Return the options that a mapping gives.
+
+        Raises:
+            InvalidConfig: an unknown key, a value of the wrong type or out of range, or no ``store``.
+        """
+        kinds: dict[str, tuple[type, ...]] = {
+            item.name: (int, float) if item.type is float else (item.type,)  # type: ignore[dict-item]  # a type
+            for item in fields(cls)
+        }
+        unknown = sorted(set(given) - set(kinds))
+        if unknown:
+            raise InvalidConfig(
+                f"kv_connector_extra_config: unknown key {unknown[0]!r}, there are {', '.join(kinds)}"
+            )
+        for name, value in given.items():
+            is_bool = isinstance(value, bool)
+            if not isinstance(value, kinds[name]) or is_bool != (kinds[name] == (bool,)):
+                raise InvalidConfig(f"kv_connector_extra_config: {name} is {value!r}, a {type(value).__name__}")
+        if not given.get("store"):
+            raise InvalidConfig(
+                'kv_connector_extra_config: no store: set "store" to the address of kvstore serve, '
+                "such as unix:/run/kvstore/kv.sock"
+            )
+        return cls(**given)  # type: ignore[arg-type]  # checked above, one by one
