@@ -1,16 +1,15 @@
 """BlockLoads and BlockSaves: moves between an engine's pages and the store, in threads of their own.
 
-A load is complete, or says which pages did not get their bytes. A save first takes a snapshot of the pages, in
-the engine's own thread and step: so nothing that the engine does with them later (preemption, another request)
-can change what is stored, and no request has to wait or hold its blocks for a save. Snapshots are bounded in
-bytes; what does not fit is dropped and counted.
+A load is complete, or says which pages did not get their bytes. A save first takes a snapshot of the pages,
+in the engine's own thread and step: so nothing that the engine does with them later (preemption, another
+request) can change what is stored, and no request has to wait or hold its blocks for a save. Snapshots are
+bounded in bytes; what does not fit is dropped and counted.
 """
 
 import logging
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from kvstore.client import KVStore
 from kvstore.errors import KVStoreError
 from kvstore.keys import PrefixChain
 from kvstore.layout import Part
+from kvstore_engine_adapter.counts import Counts
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class LoadDone:
 
 
 class BlockLoads:
-    """Loads under way. ``deadline_s`` and ``byte_s`` (more, per byte) bound each, from when it was asked for."""
+    """Loads under way, each of at most ``deadline_s`` and ``byte_s`` per byte from when it was asked for."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class BlockLoads:
         self._done: queue.SimpleQueue[LoadDone] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._num_running = 0
-        self.counts: Counter[str] = Counter()
+        self.counts = Counts()
 
     @property
     def is_idle(self) -> bool:
@@ -139,13 +139,13 @@ class BlockLoads:
             for one in move.groups:
                 loaded = self._load(one, until_s)
                 failed += [(one.group, page) for page in one.pages[loaded:]]
-                self.counts["loaded_blocks"] += loaded
+                self.counts.add("loaded_blocks", loaded)
         except Exception:
             # Whatever it was, the request goes on without these blocks.
             logger.exception("load: failed; the request computes these blocks")
             failed = [(one.group, page) for one in move.groups for page in one.pages]
-        self.counts["loads"] += 1
-        self.counts["failed_blocks"] += len(failed)
+        self.counts.add("loads")
+        self.counts.add("failed_blocks", len(failed))
         self._done.put(LoadDone(move.request_id, tuple(failed)))
         self._ended.set()
 
@@ -165,10 +165,10 @@ class BlockLoads:
             if result.blocks:
                 pages = move.pages[start : start + result.blocks]
                 self._pages.write(move.group, pages, buffer[: result.blocks])
-                self.counts["loaded_bytes"] += result.blocks * size_bytes
+                self.counts.add("loaded_bytes", result.blocks * size_bytes)
             if result.blocks < len(chain):
                 reason = "unknown" if result.reason is None else result.reason.value
-                self.counts[f"load_{reason}"] += 1
+                self.counts.add(f"load_{reason}")
                 return start + result.blocks
         return len(move.pages)
 
@@ -193,7 +193,7 @@ class BlockSaves:
         self._held_bytes = 0
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="kvstore-save")
-        self.counts: Counter[str] = Counter()
+        self.counts = Counts()
 
     def begin(self, move: Move) -> None:
         """Take a snapshot and store it later; dropped if too much waits already. In the engine's thread."""
@@ -203,7 +203,7 @@ class BlockSaves:
                 has_room = self._held_bytes + size_bytes <= self._queue_bytes
                 self._held_bytes += size_bytes if has_room else 0
             if not has_room:
-                self.counts["dropped_blocks"] += len(one.pages)
+                self.counts.add("dropped_blocks", len(one.pages))
                 continue
             snapshot = self._pages.read(one.group, one.pages)
             self._threads.submit(self._run, one, snapshot, size_bytes)
@@ -219,15 +219,15 @@ class BlockSaves:
         try:
             payloads = snapshot.payloads()
             result = self._client.put(move.chain, list(payloads), part=self._part, timeout_s=self._timeout_s)
-            self.counts["saved_blocks"] += result.stored
-            self.counts["present_blocks"] += result.present
-            self.counts["dropped_blocks"] += result.dropped
-            self.counts["saved_bytes"] += result.stored * self._pages.block_bytes(move.group)
+            self.counts.add("saved_blocks", result.stored)
+            self.counts.add("present_blocks", result.present)
+            self.counts.add("dropped_blocks", result.dropped)
+            self.counts.add("saved_bytes", result.stored * self._pages.block_bytes(move.group))
         except KVStoreError as error:
-            self.counts["dropped_blocks"] += len(move.pages)
+            self.counts.add("dropped_blocks", len(move.pages))
             logger.debug("save: %s", error)
         except Exception:
-            self.counts["dropped_blocks"] += len(move.pages)
+            self.counts.add("dropped_blocks", len(move.pages))
             logger.exception("save: failed; these blocks are not shared")
         finally:
             with self._lock:

@@ -1,10 +1,10 @@
-"""PrefixLookups: what the store has of a request's prefix, asked in threads, within a deadline, under a lease.
+"""PrefixLookups: what the store has of a request's prefix, asked in threads, in time, under a lease.
 
 For engines whose scheduler must not wait: every question is answered at once, with a number or with None
 ('not known yet'). Engine-independent; a connector turns its engine's requests into chains.
 
-Time: all the waiting that one request does for lookups, over all its lookups, is at most ``deadline_s``. After
-that it is a miss, and so is every further question of that request.
+Time: all the waiting that one request does for lookups, over all its lookups, is at most ``deadline_s``.
+After that it is a miss, and so is every further question of that request.
 Failure: what could not be loaded is not offered again to that request, so a store that says yes and gives
 nothing cannot make it loop. A store that does not answer is not asked for a while (``_Breaker``): then the
 requests in between are misses at once, and one of them tries again.
@@ -15,7 +15,7 @@ Threads: all methods may be called from any thread; the engine's calls take no l
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from kvstore.held import Lease
 from kvstore.keys import BlockKey, PrefixChain
 from kvstore.layout import Part
 from kvstore.miss import MissReason
+from kvstore_engine_adapter.counts import Counts
 
 logger = logging.getLogger(__name__)
 
@@ -129,11 +130,15 @@ class PrefixLookups:
         self._missing: OrderedDict[BlockKey, float] = OrderedDict()
         self._breaker = _Breaker(clock)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-lookup")
-        self.counts: Counter[str] = Counter()
-        self.misses: Counter[str] = Counter()
+        self.counts = Counts()
 
     def blocks_after(
-        self, request_id: str, start: int, chains: Callable[[], Sequence[GroupChain]], *, patience_s: float = 0.0
+        self,
+        request_id: str,
+        start: int,
+        chains: Callable[[], Sequence[GroupChain]],
+        *,
+        patience_s: float = 0.0,
     ) -> int | None:
         """Return how many blocks after the first ``start`` can be loaded; None: not known yet, ask again.
 
@@ -161,7 +166,7 @@ class PrefixLookups:
         """A block that was found could not be loaded: it and those after it are not offered to it again."""
         asked = self._asked_of(request_id)
         asked.limit = block if asked.limit is None else min(asked.limit, block)
-        self.counts["failed_loads"] += 1
+        self.counts.add("failed_loads")
         self._retire(asked)
 
     def note_loaded(self, request_id: str) -> None:
@@ -210,7 +215,7 @@ class PrefixLookups:
         if not self._breaker.may_ask():
             asked.is_over = True
             return self._miss(STORE_AWAY)
-        self.counts["lookups"] += 1
+        self.counts.add("lookups")
         asked.start, asked.began_s = start, self._clock()
         until_s = asked.began_s + self._deadline_s - asked.spent_s
         asked.lookup = self._threads.submit(self._find, groups, until_s)
@@ -227,16 +232,16 @@ class PrefixLookups:
             asked.spent_s += self._clock() - asked.began_s
             asked.lookup, asked.found = None, lookup.result()
             self._breaker.note(is_away=asked.found.is_away)
-            self.counts["found_blocks"] += asked.found.blocks
+            self.counts.add("found_blocks", asked.found.blocks)
             if asked.found.reason is not None:
-                self.misses[asked.found.reason] += 1
+                self.counts.add(f"miss_{asked.found.reason}")
             return True
         if self._clock() < asked.began_s + self._deadline_s - asked.spent_s:
             return False
         asked.is_over, asked.lookup = True, None
         lookup.add_done_callback(self._release_late)
         self._breaker.note(is_away=True)
-        self.misses[LATE] += 1
+        self.counts.add(f"miss_{LATE}")
         return True
 
     def _answer(self, asked: _Asked, start: int, chains: Callable[[], Sequence[GroupChain]]) -> int | None:
@@ -321,7 +326,7 @@ class PrefixLookups:
                 self._missing.popitem(last=False)
 
     def _miss(self, reason: str) -> int:
-        self.misses[reason] += 1
+        self.counts.add(f"miss_{reason}")
         return 0
 
     def _retire(self, asked: _Asked) -> None:

@@ -1,17 +1,26 @@
-"""Makes a small Llama with random weights, to be run with the engines' own Python: ``python tiny_model.py FOLDER``."""
+"""Makes a small model with random weights, to be run with the engines' own Python.
+
+``python tiny_model.py FOLDER SEED llama|hybrid``
+"""
 
 import sys
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 VOCABULARY = 512
 
 
 def make(folder: Path, *, seed: int, is_hybrid: bool) -> None:
-    """Write a model of 3 layers, or of 6 of which one attends to everything, and a tokenizer of 512 entries."""
+    """Write a model of 3 layers, or of 6 of which one attends to everything, and a tokenizer."""
     torch.manual_seed(seed)
     sizes = {
         "vocab_size": VOCABULARY,
@@ -36,7 +45,9 @@ def make(folder: Path, *, seed: int, is_hybrid: bool) -> None:
     words = {f"w{at}": at for at in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w2", bos_token="w1").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w2", bos_token="w1").save_pretrained(
+        folder
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One vLLM engine in a process, told by JSON lines what to do; run with the engines' own Python.
 
-The first line on stdin has ``LLM``'s arguments. Then each line has prompts; each answer is a line on the original
-stdout, everything else goes to stderr.
+The first line on stdin has ``LLM``'s arguments. Then each line has prompts; each answer is a line on the
+original stdout, everything else goes to stderr.
 """
 
 import json
@@ -22,6 +22,8 @@ def main() -> None:
     _say(answers, {"ready_s": time.monotonic() - started_s})
     for line in sys.stdin:
         asked = json.loads(line)
+        if asked.get("reset"):
+            engine.reset_prefix_cache()
         sampling = SamplingParams(
             temperature=0.0, max_tokens=asked["max_tokens"], ignore_eos=True, logprobs=asked.get("logprobs")
         )

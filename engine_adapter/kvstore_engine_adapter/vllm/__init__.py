@@ -1,4 +1,4 @@
-"""vLLM's connector to the store: ``kv_connector_module_path`` is this package, ``kv_connector`` the class's name.
+"""vLLM's connector to the store: ``kv_connector_module_path`` names this package.
 
 The package imports without vLLM; only the class needs it.
 """

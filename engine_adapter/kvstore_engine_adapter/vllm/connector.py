@@ -24,6 +24,7 @@ from kvstore_engine_adapter.vllm.identity import EngineIdentity, NotNameable, id
 from kvstore_engine_adapter.vllm.options import ConnectorOptions
 from kvstore_engine_adapter.vllm.plans import StepPlan
 from kvstore_engine_adapter.vllm.scheduler_side import SchedulerSide
+from kvstore_engine_adapter.vllm.stats import ConnectorMetrics, ConnectorStats
 from kvstore_engine_adapter.vllm.worker_side import WorkerSide
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ logger = logging.getLogger("vllm.kvstore")
 KVConnectorMetadata.register(StepPlan)
 
 
-class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not there for mypy
     """Shares vLLM's blocks through a store: loads ahead of a request, saves after each step.
 
     vLLM makes one for the scheduler and one for each worker. If blocks of this configuration cannot be named
@@ -50,8 +51,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         if transfer.kv_load_failure_policy != "recompute":
             raise InvalidConfig(
-                'kv_transfer_config: set "kv_load_failure_policy": "recompute", otherwise vLLM fails a request '
-                "whose blocks cannot be loaded"
+                'kv_transfer_config: set "kv_load_failure_policy": "recompute", otherwise vLLM fails a '
+                "request whose blocks cannot be loaded"
             )
         self._options = ConnectorOptions.parse(transfer.kv_connector_extra_config)
         self._scheduler: SchedulerSide | None = None
@@ -64,7 +65,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(self._connect(), self._identity, self._options)
             logger.info(
-                "kvstore: shares blocks of %d tokens through %s", self._identity.block_tokens, self._options.store
+                "kvstore: shares blocks of %d tokens through %s",
+                self._identity.block_tokens,
+                self._options.store,
             )
         else:
             self._worker = WorkerSide(self._connect(), self._identity, self._options, rank=_rank())
@@ -138,6 +141,27 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the pages that loads left without their bytes."""
         failed, self._failed_pages = self._failed_pages, set()
         return failed
+
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        """Return what this side has counted since the last time."""
+        counts: dict[str, int] = {}
+        if self._worker is not None:
+            counts = self._worker.take_counts()
+        elif self._scheduler is not None:
+            counts = self._scheduler.lookups.counts.take()
+        return ConnectorStats(dict(counts)) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        """Return counts that came from another process."""
+        return ConnectorStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> ConnectorMetrics:
+        """Return the connector's Prometheus metrics."""
+        return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """End the threads and connections."""
@@ -216,8 +240,8 @@ def _none_hash(vllm_config: Any) -> bytes:
     if resolve is None:
         if "PYTHONHASHSEED" not in os.environ:
             raise NotNameable(
-                "this version of vLLM seeds its block hashes at random: set PYTHONHASHSEED to the same number "
-                "on every replica"
+                "this version of vLLM seeds its block hashes at random: set PYTHONHASHSEED to the same "
+                "number on every replica"
             )
         return os.environ["PYTHONHASHSEED"].encode()
     return bytes(hash_fn(resolve(hash_fn)))

@@ -38,9 +38,9 @@ class NotNameable(KVStoreError):
 class GroupIdentity:
     """One group of layers that share a block table.
 
-    ``page_bytes`` maps each layer's name to its bytes of one block on one rank, in the order in which they are
-    stored. ``window_blocks``: only so many trailing blocks are needed; None: all. ``hashes_per_block``: vLLM
-    may hash finer than it allocates.
+    ``page_bytes`` maps each layer's name to its bytes of one block on one rank, in the order in which they
+    are stored. ``window_blocks``: only so many trailing blocks are needed; None: all. ``hashes_per_block``:
+    vLLM may hash finer than it allocates.
     """
 
     index: int
@@ -85,8 +85,8 @@ def identify(
 ) -> EngineIdentity:
     """Return the identity of an engine. Reads the model's files when nothing else names the weights.
 
-    ``none_hash`` is the seed of vLLM's block hashes; ``resolve_revision`` finds the commit of a model of a hub
-    that is cached here.
+    ``none_hash`` is the seed of vLLM's block hashes; ``resolve_revision`` finds the commit of a model of a
+    hub that is cached here.
 
     Raises:
         NotNameable: it cannot be named; the text says what to set.
@@ -98,7 +98,9 @@ def identify(
     num_ranks = int(vllm_config.parallel_config.tensor_parallel_size)
     sizes = {int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups}
     if len(sizes) != 1:
-        raise NotNameable(f"its groups of layers have blocks of {sorted(sizes)} tokens: unequal sizes are not supported")
+        raise NotNameable(
+            f"its groups of layers have blocks of {sorted(sizes)} tokens: unequal sizes are not supported"
+        )
     block_tokens = sizes.pop()
     hash_tokens = int(getattr(kv_cache_config, "hash_block_size", None) or block_tokens)
     if block_tokens % hash_tokens:
@@ -120,7 +122,9 @@ def identify(
         except InvalidLayout as error:
             raise NotNameable(f"{error}: lower vLLM's --block-size") from error
         if layout.block_bytes != num_ranks * sum(page_bytes.values()):
-            raise NotNameable(f"blocks of {sum(page_bytes.values())} bytes do not divide into {block_tokens} tokens")
+            raise NotNameable(
+                f"blocks of {sum(page_bytes.values())} bytes do not divide into {block_tokens} tokens"
+            )
         about = {**facts, "group": index, "layers": _layer_facts(group)}
         digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
         namespace = Namespace(
@@ -159,7 +163,9 @@ def _check_hashes(cache: Config, environ: Mapping[str, str]) -> None:
             "sha256_cbor, or PYTHONHASHSEED to the same secret number on every replica"
         )
     if str(environ.get("PYTHONHASHSEED")) == "random":
-        raise NotNameable("PYTHONHASHSEED is 'random': set it to the same number on every replica, or unset it")
+        raise NotNameable(
+            "PYTHONHASHSEED is 'random': set it to the same number on every replica, or unset it"
+        )
 
 
 def _model_and_weights(
@@ -173,7 +179,9 @@ def _model_and_weights(
         return name, f"given:{options.weights}"
     load_format = getattr(getattr(vllm_config, "load_config", None), "load_format", "auto")
     if str(load_format) == "dummy":
-        raise NotNameable('its weights are random (load_format "dummy"): set "weights" if they are the same everywhere')
+        raise NotNameable(
+            'its weights are random (load_format "dummy"): set "weights" if they are the same everywhere'
+        )
     if is_here and path.resolve().parent.name == "snapshots" and _REVISION.fullmatch(path.resolve().name):
         return name, f"commit:{path.resolve().name}"
     if is_here:
@@ -181,22 +189,31 @@ def _model_and_weights(
     commit = resolve(str(model.model), getattr(model, "revision", None))
     if commit is None or not _REVISION.fullmatch(commit):
         raise NotNameable(
-            f'the commit of {model.model} is not known here: set "weights" in kv_connector_extra_config to its revision'
+            f'the commit of {model.model} is not known here: set "weights" in kv_connector_extra_config '
+            "to its revision"
         )
     return name, f"commit:{commit}"
 
 
 def _digest_of(path: Path) -> str:
-    files = [path] if path.is_file() else sorted(
-        file for file in path.iterdir() if file.suffix in _WEIGHT_SUFFIXES or file.name == "config.json"
+    files = (
+        [path]
+        if path.is_file()
+        else sorted(
+            file for file in path.iterdir() if file.suffix in _WEIGHT_SUFFIXES or file.name == "config.json"
+        )
     )
     if not any(file.suffix in _WEIGHT_SUFFIXES for file in files):
-        raise NotNameable(f'{path}: no files of weights found there: set "weights" in kv_connector_extra_config')
+        raise NotNameable(
+            f'{path}: no files of weights found there: set "weights" in kv_connector_extra_config'
+        )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvstore"
     return ModelFiles(files, cache_folder=cache).digest()
 
 
-def _facts(vllm_config: Config, kv_cache_config: Config, *, version: str, none_hash: bytes) -> dict[str, object]:
+def _facts(
+    vllm_config: Config, kv_cache_config: Config, *, version: str, none_hash: bytes
+) -> dict[str, object]:
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     algo = str(cache.prefix_caching_hash_algo)
     facts: dict[str, object] = {
@@ -227,7 +244,9 @@ def _config_facts(model: Config) -> str:
         return "none"
     known = config.to_dict()
     return hashlib.sha256(
-        json.dumps({k: v for k, v in known.items() if k not in _UNFIXED}, sort_keys=True, default=str).encode()
+        json.dumps(
+            {k: v for k, v in known.items() if k not in _UNFIXED}, sort_keys=True, default=str
+        ).encode()
     ).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""TensorPages: vLLM's KV cache tensors as pages of blocks: on a CPU by copies, on CUDA over a stream of their own.
+"""TensorPages: vLLM's KV cache tensors as pages: on a CPU by copies, on CUDA over a stream of their own.
 
 A block of a group is the bytes of its layers one after another, each as the layer's tensor has them.
 The CUDA half follows the order that streams give: a snapshot is copied on a stream that first waits for what
@@ -75,7 +75,9 @@ class TensorPages:
                 self._device = rows.device
             self._layers[group.index] = layers
             self._block_bytes[group.index] = start
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._stream: Any = None  # torch.cuda.Stream, whose type torch does not annotate
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # the same
 
     def block_bytes(self, group: int) -> int:
         """Bytes of one block of that group, as this rank holds it."""
@@ -112,7 +114,7 @@ class TensorPages:
             whole = torch.cat([layer.rows.index_select(0, index) for layer in self._layers[group]], dim=1)
             pinned = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=True)
             pinned.copy_(whole, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not annotate it
             event.record(stream)
         # vLLM's next kernels may overwrite these pages: they wait for the copy, the CPU does not.
         compute.wait_stream(stream)
@@ -139,8 +141,8 @@ def _as_rows(name: str, cache: torch.Tensor, size_bytes: int) -> torch.Tensor:
     stride = cache.stride(0) * cache.element_size()
     if shape[1] != size_bytes or not cache[0].is_contiguous():
         raise InvalidLayout(
-            f"pages: a block of {name} has {shape[1]} bytes in a tensor of shape {tuple(cache.shape)}, expected "
-            f"{size_bytes} in one run, blocks first: this KV cache layout is not supported"
+            f"pages: a block of {name} has {shape[1]} bytes in a tensor of shape {tuple(cache.shape)}, "
+            f"expected {size_bytes} in one run, blocks first: this KV cache layout is not supported"
         )
     if stride == size_bytes:
         return cache.view(torch.uint8).reshape(shape)

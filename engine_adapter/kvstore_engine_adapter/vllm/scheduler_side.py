@@ -1,8 +1,8 @@
 """SchedulerSide: which blocks of a request are loaded and saved, decided in vLLM's scheduler.
 
 The life of a request here: asked about (any number of times, see PrefixLookups), perhaps given blocks for a
-load, which goes into the next plan; then with each of its steps the blocks that became full are saved; when it
-ends, forgotten. Blocks are full as soon as vLLM has hashed them and computed all their tokens.
+load, which goes into the next plan; then with each of its steps the blocks that became full are saved; when
+it ends, forgotten. Blocks are full as soon as vLLM has hashed them and computed all their tokens.
 """
 
 import logging
@@ -117,7 +117,10 @@ class SchedulerSide:
 
     def note_output(self, output: Request) -> None:
         """Learn which loads have ended, and what they could not load."""
-        bad_pages, failed = set(output.invalid_block_ids or ()), set(getattr(output, "failed_recving", None) or ())
+        bad_pages, failed = (
+            set(output.invalid_block_ids or ()),
+            set(getattr(output, "failed_recving", None) or ()),
+        )
         if bad_pages:
             for followed in self._followed.values():
                 if followed.loading is not None:
@@ -163,7 +166,7 @@ class SchedulerSide:
     def _loadable_blocks(self, request: Request) -> int:
         """Blocks that may be loaded: the whole prompt where vLLM computes its last token again by itself."""
         has_windows = any(group.window_blocks is not None for group in self._identity.groups)
-        tokens = request.num_tokens - 1 if has_windows else request.num_tokens
+        tokens = int(request.num_tokens) - (1 if has_windows else 0)
         return min(self._num_hashes(request), tokens // self._identity.block_tokens)
 
     def _last_loaded_block(self, request: Request, external_tokens: int) -> int:
@@ -256,5 +259,7 @@ def _wishes(request: Request) -> tuple[bool, bool]:
         return False, False
     given = (getattr(request, "kv_transfer_params", None) or {}).get("kvstore")
     params = given if isinstance(given, dict) else {}
-    wants_lookup = params.get("lookup") is not False and not getattr(request, "skip_reading_prefix_cache", False)
+    wants_lookup = params.get("lookup") is not False and not getattr(
+        request, "skip_reading_prefix_cache", False
+    )
     return wants_lookup, params.get("save") is not False

@@ -42,9 +42,7 @@ class WorkerSide:
             return
         load_s = self._options.load_deadline_ms / 1000
         self._loads = BlockLoads(self._client, pages, self._part, deadline_s=load_s)
-        self._saves = BlockSaves(
-            self._client, pages, self._part, queue_bytes=self._options.save_queue_bytes
-        )
+        self._saves = BlockSaves(self._client, pages, self._part, queue_bytes=self._options.save_queue_bytes)
 
     def begin_loads(self, plan: StepPlan) -> None:
         """Begin the loads of a step."""
@@ -83,8 +81,7 @@ class WorkerSide:
         counts: dict[str, int] = {}
         for part in (self._loads, self._saves):
             if part is not None:
-                counts |= part.counts
-                part.counts.clear()
+                counts |= part.counts.take()
         return counts
 
     def close(self) -> None:
