@@ -1,12 +1,15 @@
 """Scenarios of vLLM with the connector. Each takes a Workshop and returns an Outcome."""
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 from kvstore import KVStore
+from tests.engines.real_model import document_tokens, find_model, write_folder
 from tests.engines.replica_process import ReplicaProcess, transfer_config
 from tests.engines.scenario import Outcome, Workshop, batches, tokens
+from tests.engines.vllm_server import ServerProcess
 from tests.store_damage import damage_memory
 from tests.store_process import StoreProcess
 
@@ -236,6 +239,120 @@ def full_store(shop: Workshop) -> Outcome:
     return outcome
 
 
+def server(shop: Workshop) -> Outcome:
+    """The OpenAI-style server: requests that say what to share, and the connector's metrics."""
+    outcome = Outcome(ENGINE, "server")
+    wanted = shop.reference("llama", lambda: batches(1))[0].tokens[0]
+    prompt = batches(1)[0][0]
+    not_saved, not_looked_up = {"kvstore": {"save": False}}, {"kvstore": {"lookup": False}}
+    with (
+        shop.store("server") as store,
+        ServerProcess(shop.model(), shop.log("server"), transfer_config(_address(store))) as process,
+    ):
+        asked: tuple[tuple[str, dict[str, Any]], ...] = (
+            ("not saved", {"kv_transfer_params": not_saved}),
+            ("saved", {}),
+            ("loaded", {}),
+            ("not looked up", {"kv_transfer_params": not_looked_up}),
+        )
+        for what, more in asked:
+            before = process.counter("vllm:external_prefix_cache_hits_total")
+            began_s = time.monotonic()
+            answer = process.complete(prompt, **more)
+            outcome.seconds += time.monotonic() - began_s
+            if answer["choices"][0]["token_ids"] != wanted:
+                outcome.outputs_equal = False
+                outcome.problems.append(f"{what}: other tokens than without a connector")
+            hits = process.counter("vllm:external_prefix_cache_hits_total") - before
+            outcome.notes[what] = hits
+            outcome.demand(hits == (_SHARED if what == "loaded" else 0), f"{what}: {hits:.0f} tokens")
+            if what == "saved":
+                _await_blocks(store, 9)
+            process.reset()
+        outcome.external_tokens = process.counter("vllm:external_prefix_cache_hits_total")
+        outcome.notes["loaded_blocks"] = loaded = process.counter("vllm:kvstore_loaded_blocks_total")
+        outcome.notes["saved_blocks"] = process.counter("vllm:kvstore_saved_blocks_total")
+        outcome.notes["misses"] = process.counter("vllm:kvstore_misses_total")
+        outcome.demand(loaded == 9, f"metrics say that {loaded:.0f} blocks were loaded")
+    return outcome
+
+
+def real_model(shop: Workshop) -> Outcome:
+    """SmolLM2: a document that one replica has read is shared with another; then only new prompts, by turns."""
+    outcome = Outcome(ENGINE, "real_model")
+    source = find_model()
+    if source is None:
+        outcome.notes["skipped"] = "the demo's model is not there: run scripts/demo once"
+        return outcome
+    folder = shop.folder / "smollm2"
+    write_folder(source, folder)
+    document = document_tokens(source, 800)
+    more: dict[str, Any] = {
+        "model": folder,
+        "dtype": "bfloat16",
+        "skip_tokenizer_init": True,
+        "kv_cache_memory_bytes": 256 << 20,
+    }
+    questions = [[*document, *tokens(at, 20)] for at in range(2)]
+    with shop.store("real", dram_bytes=512 << 20) as store:
+        transfer = transfer_config(_address(store))
+        with (
+            shop.replica("real-off", **more) as off,
+            shop.replica("real-on", transfer=transfer, **more) as on,
+        ):
+            wanted = [off.ask([question]) for question in questions]
+            outcome.compare(on.ask(questions[:1]), wanted[0], what="first replica")
+            ratio = _ratio_when_new(outcome, on, off)
+        with shop.replica("real-second", transfer=transfer, **more) as second:
+            got = second.ask(questions[1:])
+        outcome.compare(got, wanted[1], what="second replica")
+    outcome.external_tokens = got.cached[0]
+    outcome.notes["seconds_without"] = round(wanted[1].seconds, 3)
+    outcome.notes["seconds_shared"] = round(got.seconds, 3)
+    outcome.notes["ratio_when_new"] = ratio
+    full = len(document) // 32 * 32
+    outcome.demand(got.cached[0] >= 0.95 * full, f"reused {got.cached[0]} of {full} tokens")
+    return outcome
+
+
+def _ratio_when_new(outcome: Outcome, on: ReplicaProcess, off: ReplicaProcess) -> float:
+    """Return how much longer new prompts take with the connector: medians of alternate runs. Not judged."""
+    seconds: dict[str, list[float]] = {"on": [], "off": []}
+    for turn in range(12):
+        prompts = [tokens(7000 + turn, 300)]
+        pair = [("on", on), ("off", off)]
+        answers = {}
+        for name, replica in pair if turn % 2 else reversed(pair):
+            answers[name] = replica.ask(prompts, max_tokens=16)
+            seconds[name].append(answers[name].seconds)
+        outcome.compare(answers["on"], answers["off"], what=f"turn {turn}")
+    medians = {name: statistics.median(times[2:]) for name, times in seconds.items()}
+    return round(medians["on"] / medians["off"], 3)
+
+
+def nothing_to_reuse(shop: Workshop) -> Outcome:
+    """What the connector costs when nothing is reused: new prompts, by turns with and without. Not judged."""
+    outcome = Outcome(ENGINE, "nothing_to_reuse")
+    seconds: dict[str, list[float]] = {"on": [], "off": []}
+    with (
+        shop.store("nothing", dram_bytes=512 << 20) as store,
+        shop.replica("nothing-on", transfer=transfer_config(_address(store))) as on,
+        shop.replica("nothing-off") as off,
+    ):
+        for turn in range(24):
+            prompts = [tokens(5000 + 10 * turn + at, 300) for at in range(4)]
+            pair = [("on", on), ("off", off)]
+            answers = {}
+            for name, replica in pair if turn % 2 else reversed(pair):
+                answers[name] = replica.ask(prompts)
+                seconds[name].append(answers[name].seconds)
+            outcome.compare(answers["on"], answers["off"], what=f"turn {turn}")
+    medians = {name: statistics.median(times[4:]) for name, times in seconds.items()}
+    outcome.notes |= {f"median_{name}_s": round(median, 4) for name, median in medians.items()}
+    outcome.notes["ratio"] = round(medians["on"] / medians["off"], 3)
+    return outcome
+
+
 def _await_blocks(store: StoreProcess, count: int) -> None:
     """Wait until a store has so many blocks: saves are made in the background."""
     until_s = time.monotonic() + 30
@@ -260,7 +377,10 @@ SCENARIOS: tuple[Callable[[Workshop], Outcome], ...] = (
     two_at_once,
     others_on_one_store,
     full_store,
+    nothing_to_reuse,
     reuse_hybrid,
+    real_model,
+    server,
     reuse_in_processes,
     reuse_by_two_ranks,
 )

@@ -87,13 +87,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             return None
 
     def _connect(self) -> KVStore:
-        is_http = self._options.store.startswith(("http://", "https://"))
-        return KVStore.connect(
-            self._options.store,
-            is_read_only=self._options.is_read_only,
-            api_key=os.environ.get("KVSTORE_API_KEY") if is_http else None,
-            tls_folder=self._options.tls_folder or None if is_http else None,
-        )
+        return KVStore.connect(self._options.store, is_read_only=self._options.is_read_only)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 
 from kvstore.errors import InvalidConfig
+from kvstore.server_address import parse_address
 
 # ``store`` has no default, and is text.
 _KINDS: dict[type, tuple[type, ...]] = {
@@ -21,12 +22,11 @@ _MAX_QUEUE_BYTES = 1 << 40
 class ConnectorOptions:
     """Options of the connector.
 
-    ``store``: address of the store, ``unix:/path`` or ``http(s)://host:port`` (then with ``tls_folder``, and
-    the key in the environment's ``KVSTORE_API_KEY``). ``model``: name of the model in the store, by default
-    the one vLLM has; for a folder, the folder's name. ``weights``: digest or revision of the weights; by
-    default found out. ``salt``: separates what shares nothing with others. ``lookup_deadline_ms``: how long
-    one request may wait for lookups, in all. ``load_deadline_ms``: how long a load may take, beside 5 ns per
-    byte. ``save_queue_bytes``: memory for blocks that wait to be stored, per rank. ``min_blocks``: fewer
+    ``store``: socket of the node's store, ``unix:/path``. ``model``: name of the model in the store, by
+    default the one vLLM has; for a folder, the folder's name. ``weights``: digest or revision of the weights;
+    by default found out. ``salt``: separates what shares nothing with others. ``lookup_deadline_ms``: how
+    long one request may wait for lookups, in all. ``load_deadline_ms``: how long a load may take, beside 5 ns
+    per byte. ``save_queue_bytes``: memory for blocks that wait to be stored, per rank. ``min_blocks``: fewer
     blocks than this are not worth a load. ``is_read_only``: nothing is stored.
     """
 
@@ -39,7 +39,6 @@ class ConnectorOptions:
     save_queue_bytes: int = 256 << 20
     min_blocks: int = 1
     is_read_only: bool = False
-    tls_folder: str = ""
 
     def __post_init__(self) -> None:
         for name in ("lookup_deadline_ms", "load_deadline_ms"):
@@ -47,6 +46,12 @@ class ConnectorOptions:
                 raise InvalidConfig(
                     f"kv_connector_extra_config: {name} must be above 0, at most {_MAX_DEADLINE_MS}"
                 )
+        if self.store.startswith(("http://", "https://")):
+            raise InvalidConfig(
+                f"kv_connector_extra_config: store is {self.store}: the connector uses the socket of the "
+                "store on its own node, such as unix:/run/kvstore/kv.sock"
+            )
+        parse_address(self.store)
         if not 0 <= self.save_queue_bytes <= _MAX_QUEUE_BYTES:
             raise InvalidConfig("kv_connector_extra_config: save_queue_bytes must be 0 to 1 TiB")
         if self.min_blocks < 1:
@@ -57,7 +62,7 @@ class ConnectorOptions:
         """Return the options that a mapping gives.
 
         Raises:
-            InvalidConfig: an unknown key, a value of the wrong type or out of range, or no ``store``.
+            InvalidConfig: an unknown key, a bad value, or no socket in ``store``.
         """
         kinds: dict[str, tuple[type, ...]] = {item.name: _KINDS[type(item.default)] for item in fields(cls)}
         unknown = sorted(set(given) - set(kinds))

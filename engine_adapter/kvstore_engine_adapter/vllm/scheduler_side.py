@@ -13,6 +13,7 @@ from typing import Any
 from kvstore.client import KVStore
 from kvstore.errors import InvalidRequest
 from kvstore.keys import PrefixChain
+from kvstore.wire import MAX_KEYS
 from kvstore_engine_adapter.block_transfers import GroupMove, Move
 from kvstore_engine_adapter.prefix_lookups import GroupChain, PrefixLookups
 from kvstore_engine_adapter.vllm.identity import EngineIdentity, GroupIdentity
@@ -62,7 +63,8 @@ class SchedulerSide:
         tokens = self._identity.block_tokens
         if not followed.wants_lookup or computed_tokens % tokens:
             return 0
-        start, stop = computed_tokens // tokens, self._loadable_blocks(request)
+        start = computed_tokens // tokens
+        stop = min(self._loadable_blocks(request), start + MAX_KEYS)
         if stop - start < self._options.min_blocks:
             return 0
 

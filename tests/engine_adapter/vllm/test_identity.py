@@ -147,6 +147,7 @@ def test_blocks_above_the_stores_limit_are_refused() -> None:
         ({"store": "unix:/x", "save_queue_bytes": -1}, "save_queue_bytes"),
         ({"store": "unix:/x", "min_blocks": 0}, "min_blocks"),
         ({"store": 5}, "store is 5"),
+        ({"store": "https://far:8443"}, "its own node"),
     ],
 )
 def test_a_bad_option_stops_the_start(given: dict[str, object], text: str) -> None:
