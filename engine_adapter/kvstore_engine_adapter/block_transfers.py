@@ -7,6 +7,7 @@ bounded in bytes; what does not fit is dropped and counted.
 """
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -22,6 +23,7 @@ from kvstore.client import KVStore
 from kvstore.errors import KVStoreError
 from kvstore.keys import PrefixChain
 from kvstore.layout import Part
+from kvstore.miss import MissReason
 from kvstore_engine_adapter.counts import Counts
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,7 @@ Payloads = npt.NDArray[np.uint8]
 
 _WINDOW_BYTES = 16 << 20
 _THREADS = 2
+_AWAY_S = 1.0
 
 
 class Snapshot(Protocol):
@@ -174,7 +177,10 @@ class BlockLoads:
 
 
 class BlockSaves:
-    """Saves under way, at most ``queue_bytes`` of snapshots at a time. Best effort."""
+    """Saves under way, at most ``queue_bytes`` of snapshots at a time. Best effort.
+
+    After a store did not answer, what waits is dropped for a second.
+    """
 
     def __init__(
         self,
@@ -184,12 +190,15 @@ class BlockSaves:
         *,
         queue_bytes: int = 256 << 20,
         timeout_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._pages = pages
         self._part = part
         self._queue_bytes = queue_bytes
         self._timeout_s = timeout_s
+        self._clock = clock
+        self._away_until_s = -math.inf
         self._held_bytes = 0
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="kvstore-save")
@@ -217,11 +226,17 @@ class BlockSaves:
 
     def _run(self, move: GroupMove, snapshot: Snapshot, size_bytes: int) -> None:
         try:
+            if self._clock() < self._away_until_s:
+                self.counts.add("dropped_blocks", len(move.pages))
+                return
             payloads = snapshot.payloads()
             result = self._client.put(move.chain, list(payloads), part=self._part, timeout_s=self._timeout_s)
             self.counts.add("saved_blocks", result.stored)
             self.counts.add("present_blocks", result.present)
             self.counts.add("dropped_blocks", result.dropped)
+            if result.reason in (MissReason.TIMED_OUT, MissReason.UNAVAILABLE):
+                # What waits behind it would wait as long, one after another.
+                self._away_until_s = self._clock() + _AWAY_S
             self.counts.add("saved_bytes", result.stored * self._pages.block_bytes(move.group))
         except KVStoreError as error:
             self.counts.add("dropped_blocks", len(move.pages))

@@ -278,7 +278,7 @@ def server(shop: Workshop) -> Outcome:
 
 
 def real_model(shop: Workshop) -> Outcome:
-    """SmolLM2: a document that one replica has read is shared with another; then only new prompts, by turns."""
+    """SmolLM2: a document that one replica has read is shared with another; and what new prompts cost."""
     outcome = Outcome(ENGINE, "real_model")
     source = find_model()
     if source is None:

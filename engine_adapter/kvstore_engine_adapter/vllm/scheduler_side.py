@@ -86,20 +86,20 @@ class SchedulerSide:
             return
         followed = self._follow(request)
         tokens = self._identity.block_tokens
-        stop = self._last_loaded_block(request, external_tokens)
-        start = stop - external_tokens // tokens
+        start = self.lookups.promised_start(request.request_id)
+        stop = start - (-external_tokens // tokens)
         moves = []
         for group in self._identity.groups:
-            first = start if group.window_blocks is None else max(start, stop - group.window_blocks)
+            table = pages[group.index]
+            assert len(table) >= stop, f"{len(table)} pages for {stop} blocks that are to be loaded"
+            # Every page counts as computed from then on, so each is loaded; before a window there are none.
             taken = [
-                at
-                for at in range(first, min(stop, len(pages[group.index])))
-                if group.window_blocks is None or pages[group.index][at] != _NULL_PAGE
+                at for at in range(start, stop) if group.window_blocks is None or table[at] != _NULL_PAGE
             ]
             if taken:
                 first = taken[0]
                 chain = self._chain(group, request, first, stop)
-                moves.append(GroupMove(group.index, chain, tuple(pages[group.index][first:stop])))
+                moves.append(GroupMove(group.index, chain, tuple(table[first:stop])))
         followed.loading = start, tuple(moves)
         self._loads.append(Move(request.request_id, tuple(moves)))
 
@@ -170,11 +170,6 @@ class SchedulerSide:
         has_windows = any(group.window_blocks is not None for group in self._identity.groups)
         tokens = int(request.num_tokens) - (1 if has_windows else 0)
         return min(self._num_hashes(request), tokens // self._identity.block_tokens)
-
-    def _last_loaded_block(self, request: Request, external_tokens: int) -> int:
-        """Return the block after the last of those that were promised last."""
-        asked_start = self.lookups.promised_start(request.request_id)
-        return asked_start + external_tokens // self._identity.block_tokens
 
     def _chain(self, group: GroupIdentity, request: Request, start: int, stop: int) -> PrefixChain:
         """Name blocks ``start..stop`` of a request in one group."""
