@@ -6,17 +6,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # pyright: ignore[reportMissingImports]
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     SupportsHMA,
 )
-
-try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-except ImportError:  # older than 0.32: failures of several groups cannot be told
-    KVConnectorTransferResults = None
 
 from kvstore.client import KVStore
 from kvstore.errors import InvalidConfig, KVStoreError
@@ -78,7 +74,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 vllm_config,
                 kv_cache_config,
                 self._options,
-                version=vllm.__version__,
+                version=str(vllm.__version__),
                 none_hash=_none_hash(vllm_config),
                 resolve_revision=_resolve_revision,
             )
@@ -219,26 +215,20 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
 def _rank() -> int:
     # Imported here because only a worker has ranks.
-    from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm.distributed import (  # pyright: ignore[reportMissingImports]
+        get_tensor_model_parallel_rank,
+    )
 
     return int(get_tensor_model_parallel_rank())
 
 
 def _none_hash(vllm_config: Any) -> bytes:
     """Return the seed of the block hashes as vLLM makes it from this environment."""
-    from vllm.utils.hashing import get_hash_fn_by_name
-    from vllm.v1.core import kv_cache_utils
+    from vllm.utils.hashing import get_hash_fn_by_name  # pyright: ignore[reportMissingImports]
+    from vllm.v1.core import kv_cache_utils  # pyright: ignore[reportMissingImports]
 
     hash_fn = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
-    resolve = getattr(kv_cache_utils, "resolve_none_hash_seed", None)
-    if resolve is None:
-        if "PYTHONHASHSEED" not in os.environ:
-            raise NotNameable(
-                "this version of vLLM seeds its block hashes at random: set PYTHONHASHSEED to the same "
-                "number on every replica"
-            )
-        return os.environ["PYTHONHASHSEED"].encode()
-    return bytes(hash_fn(resolve(hash_fn)))
+    return bytes(hash_fn(kv_cache_utils.resolve_none_hash_seed(hash_fn)))
 
 
 def _resolve_revision(model: str, revision: str | None) -> str | None:

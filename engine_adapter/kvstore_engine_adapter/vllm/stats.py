@@ -6,7 +6,10 @@ Counts of one interval; vLLM adds up those of all workers and of the scheduler.
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # pyright: ignore[reportMissingImports]
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 NAMES = {
     "lookups": "lookups that were made",
