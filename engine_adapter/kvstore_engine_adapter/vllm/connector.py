@@ -208,6 +208,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         """Forget a request; its blocks may be freed at once."""
         return self.request_finished(request, [])
 
+    def reset_cache(self) -> bool | None:
+        """Say that nothing was forgotten: the store is not this engine's alone."""
+        logger.warning(
+            "kvstore: the store forgets nothing when this engine's cache is reset; if weights have changed "
+            "in place, run: kvstore epoch --advance, and restart the replicas"
+        )
+        return False
+
     def take_events(self) -> Iterable[Any]:
         """Return no events: the store tells its own."""
         return ()

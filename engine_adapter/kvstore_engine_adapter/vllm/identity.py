@@ -24,6 +24,7 @@ from kvstore_engine_adapter.vllm.options import ConnectorOptions
 _REVISION = re.compile(r"[0-9a-f]{40}")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _WINDOWED, _FULL = ("SlidingWindowSpec",), ("FullAttentionSpec", "MLAAttentionSpec")
+_WITHOUT_DRAFT_LAYERS = ("ngram", "suffix")
 _UNFIXED = ("_name_or_path", "transformers_version", "name_or_path", "_commit_hash")
 
 Config = Any  # vLLM's configuration objects: attributes only, so that contract tests need no vLLM
@@ -92,6 +93,7 @@ def identify(
         NotNameable: it cannot be named; the text says what to set.
     """
     _check_parallel(vllm_config.parallel_config)
+    _check_computing(vllm_config)
     _check_hashes(vllm_config.cache_config, environ)
     model, weights = _model_and_weights(vllm_config, options, resolve_revision)
     facts = _facts(vllm_config, kv_cache_config, version=version, none_hash=none_hash)
@@ -151,6 +153,20 @@ def _check_parallel(parallel: Config) -> None:
     ):
         if int(getattr(parallel, name, 1) or 1) > 1:
             raise NotNameable(f"{text} is not supported by the connector: set {name} to 1")
+
+
+def _check_computing(vllm_config: Config) -> None:
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is not None and str(getattr(speculative, "method", "")) not in _WITHOUT_DRAFT_LAYERS:
+        raise NotNameable(
+            "speculative decoding with a draft model is not supported by the connector: leave it out, or use "
+            f"one of the methods {', '.join(_WITHOUT_DRAFT_LAYERS)}"
+        )
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise NotNameable(
+            "scales of the KV cache that are computed while it runs differ between replicas: leave out "
+            "--calculate-kv-scales"
+        )
 
 
 def _check_hashes(cache: Config, environ: Mapping[str, str]) -> None:
@@ -226,10 +242,8 @@ def _facts(
         "layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
         "hash_tokens": str(getattr(kv_cache_config, "hash_block_size", None)),
         "tensor_parallel_size": int(parallel.tensor_parallel_size),
-        "kv_scales": bool(getattr(cache, "calculate_kv_scales", False)),
         "config": _config_facts(model),
         "attention": str(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),
-        "speculative": _speculative(vllm_config),
     }
     if algo == "sha256":
         # It hashes a pickle, whose bytes are Python's affair.
@@ -248,11 +262,6 @@ def _config_facts(model: Config) -> str:
             {k: v for k, v in known.items() if k not in _UNFIXED}, sort_keys=True, default=str
         ).encode()
     ).hexdigest()
-
-
-def _speculative(vllm_config: Config) -> str:
-    found = getattr(vllm_config, "speculative_config", None)
-    return "none" if found is None else f"{getattr(found, 'method', '')}:{getattr(found, 'model', '')}"
 
 
 def _page_bytes(group: Config) -> dict[str, int]:

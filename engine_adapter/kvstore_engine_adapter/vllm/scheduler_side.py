@@ -188,6 +188,8 @@ class SchedulerSide:
             followed = self._followed.get(new.req_id)
             if followed is not None:
                 followed.pages = [list(pages) for pages in new.block_ids]
+                # If it is preempted it asks anew: by then it may find what it has saved itself.
+                self.lookups.note_loaded(new.req_id)
                 computed[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):

@@ -242,6 +242,23 @@ def test_more_than_the_queue_holds_is_dropped(make_engine: MakeEngine, store: St
     assert PAGES
 
 
+def test_a_request_that_starts_over_finds_what_it_has_saved(
+    make_engine: MakeEngine, store: StoreProcess
+) -> None:
+    engine = make_engine()
+    preempted = request()
+    engine.compute(preempted)
+    await_blocks(store, 9)
+    assert engine.answer(preempted).loaded_tokens == 288
+
+
+def test_resetting_vllms_cache_says_that_the_store_keeps_its_blocks(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert make_engine().scheduler.reset_cache() is False
+    assert "kvstore epoch --advance" in caplog.text
+
+
 def test_a_policy_that_fails_requests_is_refused(connector: Any) -> None:
     config = vllm_config("unix:/nowhere/kv.sock", kv_transfer_config__kv_load_failure_policy="fail")
     with pytest.raises(InvalidConfig, match='"kv_load_failure_policy": "recompute"'):

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,12 +99,22 @@ def test_a_folder_of_the_hubs_cache_is_named_by_its_commit(tmp_path: Path) -> No
     [
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"cache_config__enable_prefix_caching": False}, "--no-enable-prefix-caching"),
+        ({"cache_config__calculate_kv_scales": True}, "--calculate-kv-scales"),
         ({"cache_config__prefix_caching_hash_algo": "xxhash_cbor"}, "PYTHONHASHSEED"),
     ],
 )
 def test_what_is_refused_says_what_to_set(changes: dict[str, Any], remedy: str) -> None:
     with pytest.raises(NotNameable, match=remedy):
         identity(vllm_config("unix:/kv.sock", **changes))
+
+
+def test_a_draft_model_is_refused_and_drafts_from_the_prompt_are_not() -> None:
+    config = vllm_config("unix:/kv.sock")
+    config.speculative_config = SimpleNamespace(method="eagle")
+    with pytest.raises(NotNameable, match="ngram"):
+        identity(config)
+    config.speculative_config.method = "ngram"
+    assert identity(config).groups
 
 
 def test_a_seed_that_is_given_makes_any_hash_reproducible() -> None:
