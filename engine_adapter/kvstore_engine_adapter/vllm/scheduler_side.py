@@ -12,10 +12,11 @@ from typing import Any
 
 from kvstore.client import KVStore
 from kvstore.errors import InvalidRequest
-from kvstore.keys import PrefixChain
+from kvstore.keys import Namespace, PrefixChain
 from kvstore.wire import MAX_KEYS
 from kvstore_engine_adapter.block_transfers import GroupMove, Move
 from kvstore_engine_adapter.prefix_lookups import GroupChain, PrefixLookups
+from kvstore_engine_adapter.vllm.adapters import AdapterGroups
 from kvstore_engine_adapter.vllm.identity import EngineIdentity, GroupIdentity
 from kvstore_engine_adapter.vllm.options import ConnectorOptions
 from kvstore_engine_adapter.vllm.plans import StepPlan
@@ -34,6 +35,7 @@ class _Followed:
     """A request as it is known here. ``saved`` is the first block that was not handed to a save yet."""
 
     request: Request
+    groups: tuple[GroupIdentity, ...]
     wants_lookup: bool = True
     wants_save: bool = True
     pages: list[list[int]] = field(default_factory=list)
@@ -48,9 +50,9 @@ class SchedulerSide:
     def __init__(self, client: KVStore, identity: EngineIdentity, options: ConnectorOptions) -> None:
         self._identity = identity
         self._options = options
-        self._namespaces = tuple(group.namespace for group in identity.groups)
-        for namespace in self._namespaces:
-            client.open_namespace(namespace)
+        for group in identity.groups:
+            client.open_namespace(group.namespace)
+        self._adapters = AdapterGroups(identity.groups, client.open_namespace)
         self._client = client
         self.lookups = PrefixLookups(client, identity.parts, deadline_s=options.lookup_deadline_ms / 1000)
         self._followed: dict[str, _Followed] = {}
@@ -71,7 +73,7 @@ class SchedulerSide:
         def chains() -> Sequence[GroupChain]:
             return [
                 GroupChain(self._chain(group, request, start, stop), group.window_blocks)
-                for group in self._identity.groups
+                for group in followed.groups
             ]
 
         patience_s = _IDLE_PATIENCE_S if self._is_idle else 0.0
@@ -89,7 +91,7 @@ class SchedulerSide:
         start = self.lookups.promised_start(request.request_id)
         stop = start - (-external_tokens // tokens)
         moves = []
-        for group in self._identity.groups:
+        for group in followed.groups:
             table = pages[group.index]
             assert len(table) >= stop, f"{len(table)} pages for {stop} blocks that are to be loaded"
             # Every page counts as computed from then on, so each is loaded; before a window there are none.
@@ -114,8 +116,7 @@ class SchedulerSide:
                 if save is not None:
                     saves.append(save)
         loads, self._loads = tuple(self._loads), []
-        namespaces = self._namespaces if loads or saves else ()
-        return StepPlan(loads, tuple(saves), namespaces, self._is_idle)
+        return StepPlan(loads, tuple(saves), self._namespaces_of(loads, saves), self._is_idle)
 
     def note_output(self, output: Request) -> None:
         """Learn which loads have ended, and what they could not load."""
@@ -147,16 +148,30 @@ class SchedulerSide:
     def close(self) -> None:
         """End the threads and close the client."""
         self.lookups.close()
+        self._adapters.close()
         self._client.close()
 
     def _follow(self, request: Request) -> _Followed:
         followed = self._followed.get(request.request_id)
         if followed is None:
             wants_lookup, wants_save = _wishes(request)
-            followed = _Followed(request, wants_lookup, wants_save)
+            adapter = getattr(request, "lora_request", None)
+            groups = self._identity.groups if adapter is None else self._adapters.groups(adapter)
+            if groups is None:
+                groups, wants_lookup, wants_save = self._identity.groups, False, False
+            followed = _Followed(request, groups, wants_lookup, wants_save)
             self._followed[request.request_id] = followed
         followed.request = request
         return followed
+
+    def _namespaces_of(self, loads: Sequence[Move], saves: Sequence[Move]) -> tuple[Namespace, ...]:
+        """Return the namespaces that the workers need for these moves."""
+        namespaces: dict[Namespace, None] = {}
+        for move in (*loads, *saves):
+            followed = self._followed.get(move.request_id)
+            groups = self._identity.groups if followed is None else followed.groups
+            namespaces.update(dict.fromkeys(group.namespace for group in groups))
+        return tuple(namespaces)
 
     def _num_hashes(self, request: Request) -> int:
         """Blocks of a request that have a name now."""
@@ -225,7 +240,7 @@ class SchedulerSide:
 
     def _save_moves(self, followed: _Followed, start: int, stop: int) -> list[GroupMove]:
         moves = []
-        for group in self._identity.groups:
+        for group in followed.groups:
             pages = followed.pages[group.index][start:stop]
             skipped = next((i for i, page in enumerate(pages) if page != _NULL_PAGE), len(pages))
             if group.window_blocks is None:
@@ -253,9 +268,6 @@ class SchedulerSide:
 
 def _wishes(request: Request) -> tuple[bool, bool]:
     """Return whether a request may use stored blocks, and whether its blocks may be stored."""
-    if getattr(request, "lora_request", None) is not None:
-        # vLLM's hash has the adapter's name only, and another replica may have another adapter by that name.
-        return False, False
     given = (getattr(request, "kv_transfer_params", None) or {}).get("kvstore")
     params = given if isinstance(given, dict) else {}
     wants_lookup = params.get("lookup") is not False and not getattr(

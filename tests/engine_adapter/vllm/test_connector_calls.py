@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,13 +193,49 @@ def test_a_request_may_ask_not_to_look_or_not_to_save(make_engine: MakeEngine, s
     ).offers == [0]
 
 
-def test_a_request_with_an_adapter_shares_nothing(make_engine: MakeEngine, store: StoreProcess) -> None:
-    engine = make_engine()
-    engine.answer(request(lora_request=object()))
-    engine.answer(request("1-bb", seed=1))
+def adapter(folder: Path, content: bytes) -> SimpleNamespace:
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    return SimpleNamespace(lora_name="ours", lora_path=str(folder))
+
+
+def await_adapter(engine: StandInEngine, lora: SimpleNamespace) -> None:
+    until_s = time.monotonic() + 60
+    while engine.scheduler._scheduler._adapters.groups(lora) is None:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def test_requests_with_an_adapter_share_with_those_that_have_the_same_files(
+    make_engine: MakeEngine, store: StoreProcess, tmp_path: Path
+) -> None:
+    one, copy = adapter(tmp_path / "a", b"one"), adapter(tmp_path / "b", b"one")
+    other = adapter(tmp_path / "c", b"two")
+    first, second = make_engine(), make_engine()
+    assert first.answer(request(lora_request=one)).offers == [0]  # not hashed yet: neither loaded nor saved
+    await_adapter(first, one)
+    first.answer(request("1-bb", lora_request=one))
     await_blocks(store, 9)
-    assert engine.answer(request("2-cc")).loaded_tokens == 0
-    assert engine.answer(request("3-dd", seed=1, lora_request=object())).offers == [0]
+    for lora in (copy, other):
+        await_adapter(second, lora)
+    assert second.answer(request("2-cc", lora_request=copy)).loaded_tokens == 288
+    assert second.answer(request("3-dd", lora_request=other)).loaded_tokens == 0
+    assert second.answer(request("4-ee")).loaded_tokens == 0
+
+
+def test_an_adapter_that_changed_after_the_start_or_is_not_there_shares_nothing(
+    make_engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine()
+    for lora in (adapter(tmp_path / "late", b"new"), SimpleNamespace(lora_path=str(tmp_path / "nowhere"))):
+        caplog.clear()
+        assert engine.answer(request(lora.lora_path, lora_request=lora)).offers == [0]
+        until_s = time.monotonic() + 60
+        while "share nothing" not in caplog.text:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        assert engine.ask(request(f"{lora.lora_path}-2", lora_request=lora)) == 0
 
 
 def test_an_engine_that_differs_finds_nothing(make_engine: MakeEngine, store: StoreProcess) -> None:
