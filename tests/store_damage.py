@@ -1,18 +1,23 @@
 """Damage to what a running store holds in memory."""
 
-import mmap
-from pathlib import Path
+import time
 
+from kvstore.arena_link import ArenaCache
 from kvstore.arena_view import ArenaFormat
+from kvstore.link import Link, unix_dial
+from kvstore.requests import Ping
 from tests.store_process import StoreProcess
 
 
 def damage_memory(store: StoreProcess) -> None:
-    """Change one byte in each 4 KiB of all slots of its arena."""
-    capacity_bytes = store.settings.dram_bytes
+    """Change one byte in each 4 KiB of all slots, as a client that has gone mad might."""
+    deadline_s = time.monotonic() + 30
+    link = Link.open(unix_dial(store.socket_path), ArenaCache(), deadline_s)
+    link.ask(Ping(), deadline_s)
+    assert link.arena is not None
+    assert link.arena.writing is not None
+    capacity_bytes = store.settings.dram_bytes + store.settings.staging_bytes
     start = ArenaFormat(capacity_bytes=capacity_bytes, instance=bytes(16)).slots_offset
-    for link in Path(f"/proc/{store.process.pid}/fd").iterdir():
-        if str(link.readlink()).startswith("/memfd:"):
-            with link.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-                for at in range(start, min(len(memory), start + capacity_bytes), 4096):
-                    memory[at] ^= 0xFF
+    for offset in range(start, start + capacity_bytes, 4096):
+        link.arena.writing.slot(offset, 1)[0] ^= 0xFF
+    link.close()
