@@ -57,7 +57,8 @@ class SchedulerSide:
         self.lookups = PrefixLookups(client, identity.parts, deadline_s=options.lookup_deadline_ms / 1000)
         self._followed: dict[str, _Followed] = {}
         self._loads: list[Move] = []
-        self._is_idle = True
+        # Once in a step that computes nothing: an answer comes sooner when this thread lets others run.
+        self._may_wait = True
 
     def blocks_to_load(self, request: Request, computed_tokens: int) -> int | None:
         """Return how many tokens after the computed ones can be loaded; None: not known yet."""
@@ -76,9 +77,10 @@ class SchedulerSide:
                 for group in followed.groups
             ]
 
-        patience_s = _IDLE_PATIENCE_S if self._is_idle else 0.0
+        patience_s = _IDLE_PATIENCE_S if self._may_wait else 0.0
         blocks = self.lookups.blocks_after(request.request_id, start, chains, patience_s=patience_s)
         if blocks is None:
+            self._may_wait = False
             return None
         return 0 if blocks < self._options.min_blocks else blocks * tokens
 
@@ -107,7 +109,7 @@ class SchedulerSide:
 
     def plan_step(self, output: Request) -> StepPlan:
         """Return the plan of a step: loads to begin, and blocks that are full when it has been computed."""
-        self._is_idle = not output.total_num_scheduled_tokens
+        is_idle = self._may_wait = not output.total_num_scheduled_tokens
         computed = self._update_pages(output)
         saves: list[Move] = []
         if not self._options.is_read_only:
@@ -116,7 +118,7 @@ class SchedulerSide:
                 if save is not None:
                     saves.append(save)
         loads, self._loads = tuple(self._loads), []
-        return StepPlan(loads, tuple(saves), self._namespaces_of(loads, saves), self._is_idle)
+        return StepPlan(loads, tuple(saves), self._namespaces_of(loads, saves), is_idle)
 
     def note_output(self, output: Request) -> None:
         """Learn which loads have ended, and what they could not load."""
