@@ -1,0 +1,60 @@
+"""Runs the scenarios of real engines; see scripts/test-engines."""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.engines.scenario import Outcome, Workshop
+from tests.engines.vllm_scenarios import SCENARIOS
+
+
+def main() -> int:
+    """Run all scenarios, or those named; 1 if one did not go as it must."""
+    names = [scenario.__name__ for scenario in SCENARIOS]
+    parser = argparse.ArgumentParser(prog="scripts/test-engines", description=__doc__)
+    parser.add_argument(
+        "scenarios", nargs="*", metavar="SCENARIO", help=f"of {', '.join(names)}; all by default"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON list instead of lines")
+    parser.add_argument("--keep", type=Path, help="folder for models and logs, kept")
+    given = parser.parse_args()
+    unknown = set(given.scenarios) - set(names)
+    if unknown:
+        parser.error(f"no scenario {sorted(unknown)[0]!r}")
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="kvstore-engines-") as made:
+        folder = given.keep or Path(made)
+        folder.mkdir(parents=True, exist_ok=True)
+        shop = Workshop(folder)
+        for scenario in SCENARIOS:
+            if given.scenarios and scenario.__name__ not in given.scenarios:
+                continue
+            started_s = time.monotonic()
+            try:
+                outcome = scenario(shop)
+            except Exception as error:
+                outcome = Outcome("vllm", scenario.__name__, outputs_equal=False, problems=[repr(error)])
+            outcome.notes["scenario_s"] = round(time.monotonic() - started_s, 1)
+            outcomes.append(outcome)
+            _tell(outcome)
+    if given.json:
+        print(json.dumps([outcome.as_dict() for outcome in outcomes], indent=1))  # noqa: T201  # its output
+    return 1 if any(outcome.problems for outcome in outcomes) else 0
+
+
+def _tell(outcome: Outcome) -> None:
+    state = "ok" if not outcome.problems else f"FAILED: {'; '.join(outcome.problems)}"
+    print(  # noqa: T201  # its output
+        f"{outcome.engine} {outcome.scenario}: outputs_equal={outcome.outputs_equal} "
+        f"external_tokens={outcome.external_tokens:.0f} seconds={outcome.seconds:.2f} "
+        f"({outcome.notes.get('scenario_s')} s in all) {state}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

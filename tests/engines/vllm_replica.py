@@ -1,0 +1,67 @@
+"""One vLLM engine in a process, told by JSON lines what to do; run with the engines' own Python.
+
+The first line on stdin has ``LLM``'s arguments. Then each line has prompts; each answer is a line on the
+original stdout, everything else goes to stderr.
+"""
+
+import json
+import os
+import sys
+import time
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    arguments = json.loads(sys.stdin.readline())
+    from vllm import LLM, SamplingParams
+
+    started_s = time.monotonic()
+    engine = LLM(**arguments)
+    _say(answers, {"ready_s": time.monotonic() - started_s})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if asked.get("reset"):
+            engine.reset_prefix_cache()
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=asked["max_tokens"], ignore_eos=True, logprobs=asked.get("logprobs")
+        )
+        prompts = [{"prompt_token_ids": tokens} | asked.get("more", {}) for tokens in asked["prompts"]]
+        started_s = time.monotonic()
+        outputs = engine.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.monotonic() - started_s
+        _say(
+            answers,
+            {
+                "seconds": seconds,
+                "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+                "logprobs": [_logprobs(output.outputs[0]) for output in outputs],
+                "cached": [output.num_cached_tokens for output in outputs],
+                "finish": [output.outputs[0].finish_reason for output in outputs],
+                "preemptions": _counter(engine, "vllm:num_preemptions"),
+                "external": _counter(engine, "vllm:external_prefix_cache_hits"),
+            },
+        )
+    del engine
+
+
+def _logprobs(output: object) -> list[float]:
+    found = getattr(output, "logprobs", None) or []
+    return [at[token].logprob for at, token in zip(found, output.token_ids, strict=True)]
+
+
+def _counter(engine: object, name: str) -> float | None:
+    try:
+        return sum(metric.value for metric in engine.get_metrics() if metric.name == name)
+    except (AssertionError, AttributeError):
+        return None
+
+
+def _say(answers: object, value: object) -> None:
+    answers.write(json.dumps(value) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()
