@@ -93,7 +93,9 @@ def hit_ratio_at(points: Sequence[Sequence[float | None]], size_bytes: float) ->
     for (low, low_ratio), (high, high_ratio) in pairwise(points):
         assert low is not None, "a point has a size"
         assert high is not None, "a point has a size"
-        if low <= size_bytes <= high:
+        if size_bytes in (low, high):
+            return low_ratio if size_bytes == low else high_ratio
+        if low < size_bytes < high:
             if low_ratio is None or high_ratio is None:
                 return None
             return round(low_ratio + (high_ratio - low_ratio) * (size_bytes - low) / (high - low), 4)
