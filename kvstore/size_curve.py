@@ -47,6 +47,9 @@ MIN_SAMPLES = 500
 """Sampled lookups below which no hit rate is told."""
 
 MAX_QUEUED_BLOCKS = 131_072
+MAX_QUEUED_VISITS = 16_384
+"""The queue takes at most some 14 MB."""
+
 _TICK_S = 0.1
 _SLICE_BLOCKS = 4096
 """Blocks hashed at a time: about a tenth of a millisecond."""
@@ -134,7 +137,10 @@ class SizeCurve:
         if not num_blocks or not self.is_on:
             return
         is_past_pace = self._is_past_pace and kind is not VisitKind.PUT
-        if is_past_pace or self._queued_blocks + num_blocks > MAX_QUEUED_BLOCKS:
+        is_full = (
+            len(self._queue) >= MAX_QUEUED_VISITS or self._queued_blocks + num_blocks > MAX_QUEUED_BLOCKS
+        )
+        if is_past_pace or is_full:
             self.lost_blocks += num_blocks
             return
         self._queued_blocks += num_blocks

@@ -234,6 +234,17 @@ def test_a_full_queue_leaves_lookups_out_and_counts_them(monkeypatch):
     assert curve.curve().lookups == 12
 
 
+def test_a_queue_full_of_small_lookups_leaves_others_out(monkeypatch):
+    monkeypatch.setattr(size_curve, "MAX_QUEUED_VISITS", 3)
+    curve = new_curve()
+
+    for _ in range(5):
+        curve.note_match(SHELF, chain_of("a"), num_hits=0)
+    curve.settle()
+
+    assert (curve.lost_blocks, curve.curve().lookups) == (2, 3)
+
+
 def test_too_many_samples_in_a_second_leave_lookups_out_and_lower_their_share(monkeypatch):
     monkeypatch.setattr(size_curve, "_FEWEST_BLOCKS", 100)
     clock = FakeClock()
