@@ -23,6 +23,7 @@ from kvstore.layout import Part
 from kvstore.learning import Learner
 from kvstore.loading import Loader
 from kvstore.mover import Mover
+from kvstore.occupancy import occupancies
 from kvstore.policy import EvictionPolicy, LruPolicy
 from kvstore.presence import find_present
 from kvstore.putting import Putter
@@ -43,7 +44,7 @@ from kvstore.sizing import largest_size_bytes, size_answer
 from kvstore.space import Space
 from kvstore.state import ManagerSettings, State
 from kvstore.tenant import TenantId
-from kvstore.tier import CountingTier, Medium, Slot, SlotTier, Tier
+from kvstore.tier import Medium, Slot, SlotTier, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -538,7 +539,7 @@ class BlockManager:
         """Return counters and occupancy, ready for JSON."""
         state = self._state
         return {
-            "tiers": {tier.name: self._occupancy(tier) for tier in state.all_tiers()},
+            "tiers": occupancies(state, self._mover.queue_lengths()),
             "live_leases": state.leases.num_leases,
             "overdue_slots": state.leases.num_overdue,
             "owners": state.leases.num_owners,
@@ -560,22 +561,6 @@ class BlockManager:
     async def check(self, *, sample_blocks: int = 64) -> list[str]:
         """Verify the invariants and a sample of checksums; one line per violation, none if all is well."""
         return await check_manager(self._state, sample_blocks=sample_blocks)
-
-    def _occupancy(self, tier: SlotTier | Tier) -> dict[str, object]:
-        occupancy: dict[str, object] = {
-            "medium": tier.medium.value,
-            "capacity_bytes": tier.capacity_bytes,
-            "used_bytes": tier.used_bytes,
-        }
-        if tier.name in self._state.policies:
-            occupancy["blocks"] = len(self._state.policies[tier.name])
-        for lower in self._state.lower:
-            if lower.name == tier.name:
-                health = lower.health()
-                occupancy |= {"is_up": health.is_up, "reason": health.reason}
-                occupancy["queued_blocks"] = self._mover.queue_lengths().get(lower.name, 0)
-                occupancy["events"] = lower.counters if isinstance(lower, CountingTier) else {}
-        return occupancy
 
     def _take_effect(self, entries: Sequence[BlockEntry], slots: Sequence[Slot]) -> None:
         for entry in entries:

@@ -144,7 +144,9 @@ class SizeCurve:
             self.lost_blocks += num_blocks
             return
         self._queued_blocks += num_blocks
-        self._queue.append((kind, shelf, chain))
+        # Parts of a block are sampled together, and are different things.
+        part = 0 if shelf.is_first else hash(shelf.part)
+        self._queue.append((kind, shelf.length_bytes, part, chain))
 
     async def run_forever(self) -> None:
         """Handle what was noted, some times a second, giving way to others after each slice."""
@@ -222,23 +224,23 @@ class SizeCurve:
         while self._queue and num_blocks < _SLICE_BLOCKS:
             visit = self._queue.popleft()
             taken.append(visit)
-            num_blocks += len(visit[2].keys)
+            num_blocks += len(visit[3].keys)
         self._queued_blocks -= num_blocks
         return taken
 
     def _handle(self, visits: Sequence[Visit]) -> Iterator[None]:
         """Handle visits, yielding after some samples each."""
         num_handled = 0
-        for (kind, shelf, chain), picked in zip(visits, self._picked(visits), strict=True):
+        for (kind, length_bytes, _, chain), picked in zip(visits, self._picked(visits), strict=True):
             if kind is VisitKind.PUT:
-                yield from self._put(shelf, picked)
+                yield from self._put(length_bytes, picked)
             elif self._is_past_pace:
                 self.lost_blocks += len(chain.keys)
                 continue
             elif kind is not VisitKind.FETCH or not self._follow_ups.is_one(chain):
                 if kind is VisitKind.MATCH_HIT:
                     self._follow_ups.expect(chain)
-                yield from self._look_up(shelf, len(chain.keys), picked)
+                yield from self._look_up(chain.namespace, len(chain.keys), picked)
             num_handled += len(picked)
             self._recent_samples += len(picked)
             if num_handled >= _SLICE_SAMPLES:
@@ -247,25 +249,23 @@ class SizeCurve:
 
     def _picked(self, visits: Sequence[Visit]) -> Iterator[Picked]:
         """Yield the sampled blocks of each visit."""
-        joined = b"".join(concatenated.from_iterable(chain.keys for _, _, chain in visits))
+        joined = b"".join(concatenated.from_iterable(chain.keys for *_, chain in visits))
         words = np.frombuffer(joined, "<u8").reshape(-1, KEY_BYTES // 8)
         hashes: npt.NDArray[np.uint64] = words @ self._multipliers
         where = np.flatnonzero(hashes <= np.uint64(self._hash_limit))
         indices: list[int] = where.tolist()
         sampled: list[int] = hashes[where].tolist()
         at = end = 0
-        for _, shelf, chain in visits:
+        for _, _, part, chain in visits:
             end += len(chain.keys)
             first = at
             while at < len(indices) and indices[at] < end:
                 at += 1
-            # Parts of a block are sampled together, and are different things.
-            part = 0 if shelf.is_first else hash(shelf.part)
             limit = self._hash_limit  # it may have fallen meanwhile
             yield [(value ^ part, value) for value in sampled[first:at] if value <= limit]
 
-    def _look_up(self, shelf: Shelf, num_blocks: int, picked: Picked) -> Iterator[None]:
-        curves = (self._whole, self._curve_of(shelf.namespace))
+    def _look_up(self, namespace: NamespaceDigest, num_blocks: int, picked: Picked) -> Iterator[None]:
+        curves = (self._whole, self._curve_of(namespace))
         for curve in curves:
             curve.lookups += num_blocks
         weight = 1 / self.sample_ratio
@@ -303,8 +303,8 @@ class SizeCurve:
         if not sample.is_put:
             self._expected.move_to_end(name)
 
-    def _put(self, shelf: Shelf, picked: Picked) -> Iterator[None]:
-        size_bytes = -(-shelf.length_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    def _put(self, length_bytes: int, picked: Picked) -> Iterator[None]:
+        size_bytes = -(-length_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         for at, (name, value) in enumerate(reversed(picked), 1):
             sample = self._samples.get(name)
             if sample is not None and sample.is_put:

@@ -4,7 +4,6 @@ import enum
 from collections import OrderedDict
 from typing import TypeAlias
 
-from kvstore.directory import Shelf
 from kvstore.keys import BlockKey, PrefixChain
 
 _MAX_REMEMBERED = 1024
@@ -20,8 +19,9 @@ class VisitKind(enum.Enum):
     PUT = enum.auto()
 
 
-Visit: TypeAlias = tuple[VisitKind, Shelf, PrefixChain]
-"""A plain tuple: one is made for every request."""
+Visit: TypeAlias = tuple[VisitKind, int, int, PrefixChain]
+"""What was asked, bytes of each block, a number of its part (0: the whole block, or its first part), and which
+blocks. A plain tuple, since one is made for every request; it keeps nothing of the store's alive."""
 
 
 class FollowUps:
