@@ -37,14 +37,20 @@ class EngineAdapter(Protocol):
 
 
 def manager_over(
-    engine: EngineAdapter, lower: Sequence[Tier] = (), *, settings: ManagerSettings | None = None
+    engine: EngineAdapter,
+    lower: Sequence[Tier] = (),
+    *,
+    top: VramTier | None = None,
+    settings: ManagerSettings | None = None,
 ) -> BlockManager:
-    """Return a manager whose top tier is the engine's pages; not opened.
+    """Return a manager whose top tier is the engine's pages (``top``, if they need one of another kind).
+
+    It is not opened.
 
     Leases never end by time unless ``settings`` say so: the engine lives in the same process and ends its
     owners itself, however long a request runs.
     """
-    top = VramTier(engine.pages, engine.num_page_slots)
+    top = top or VramTier(engine.pages, engine.num_page_slots)
     manager = BlockManager(top, lower, settings=settings or ManagerSettings(lease_s=math.inf))
     manager.open_namespace(engine.namespace)
     return manager

@@ -157,7 +157,10 @@ class EngineLoop:
             await self._wait()
 
     async def _compute(self, step: _Pass) -> None:
-        for live, _ in step.computing:
+        copied = {source for source, _ in step.copies}
+        # Requests whose pages are copied from keep them until that is done.
+        lenders = [live for live in self._live.values() if copied.intersection(live.slots)] if copied else []
+        for live in (*lenders, *(live for live, _ in step.computing)):
             live.is_computing = True
         try:
             result = await self._worker.compute(step.work())
@@ -169,8 +172,11 @@ class EngineLoop:
         else:
             self._settle(step, result)
         finally:
-            for live, _ in step.computing:
+            for live in (*lenders, *(live for live, _ in step.computing)):
                 live.is_computing = False
+            for live in lenders:
+                if live.is_abandoned:
+                    self._end(live)
 
     async def _wait(self) -> None:
         """Wait for news; while slots are short, only for a moment."""

@@ -37,6 +37,9 @@ _SAMPLE_ROWS = 64
 _SPARE_POSITIONS = 256
 """Rotary angles beyond the longest sequence."""
 
+RankSum = Callable[[torch.Tensor], torch.Tensor]
+"""Adds up what each rank computed of ``[rows, hidden]``; a row's bits depend on the ranks' rows alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -52,14 +55,25 @@ class Batch:
 
 
 class LlamaModel:
-    """Weights and forward pass. Not safe for concurrent calls: the engine runs it in one thread."""
+    """Weights and forward pass. Not safe for concurrent calls: the engine runs it in one thread.
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, *, max_tokens: int) -> None:
+    With ``rank_sum`` config and weights are one rank's share, and all ranks run every pass together.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        *,
+        max_tokens: int,
+        rank_sum: RankSum | None = None,
+    ) -> None:
         self.config = config
         self.max_tokens = max_tokens
         self.row_ladder: tuple[int, ...] = (_SAMPLE_ROWS,)
         self.head_ladder: tuple[int, ...] = (_SAMPLE_ROWS,)
         self._weights = weights
+        self._rank_sum = rank_sum or _as_it_is
         self._dtype = weights.embedding.dtype
         self._device = weights.embedding.device
         turns = config.rope.inverse_frequencies(config.head_dim)
@@ -102,7 +116,7 @@ class LlamaModel:
         for index, layer in enumerate(self._weights.layers):
             queries, keys, values = self._project(layer, hidden, batch.positions)
             batch.pages.write(index, keys, values)
-            hidden = self._absorb(layer, hidden, batch.pages.attend(index, queries))
+            hidden = self._absorb(layer, hidden, batch.pages.attend(index, queries), self._rank_sum)
         return hidden[: batch.count]
 
     @torch.inference_mode()
@@ -112,8 +126,10 @@ class LlamaModel:
         return torch.cat([self._head(piece) for piece in pieces])
 
     @torch.inference_mode()
-    def prepare(self, *, max_rows: int, max_head_rows: int) -> None:
+    def prepare(self, *, max_rows: int, max_head_rows: int | None) -> None:
         """Find the row counts, up to about those given, that give rows the same bits in any company.
+
+        ``max_head_rows`` None: no logits will be computed here. Other ranks have no part in it.
 
         One layer is run over pseudo-random rows, and products of all its shapes over rows whose terms cancel
         (all layers have the same shapes); and the head. Costs tens to hundreds of milliseconds.
@@ -129,11 +145,13 @@ class LlamaModel:
 
         def compute(index: torch.Tensor) -> torch.Tensor:
             parts = self._project(layer, hidden[index], positions[index])
-            absorbed = self._absorb(layer, hidden[index], mixed[index])
+            absorbed = self._absorb(layer, hidden[index], mixed[index], _as_it_is)
             sums = (functional.linear(left[index], right, bias) for left, right, bias in products)
             return torch.cat([*(part.flatten(1).float() for part in (*parts, *sums)), absorbed], dim=1)
 
         self.row_ladder = _ladder("layers", compute, max_rows)
+        if max_head_rows is None:
+            return
         left, right = cancelling_product(_SAMPLE_ROWS, self._weights.head, generator)
         self.head_ladder = _ladder(
             "logits", lambda index: functional.linear(left[index], right), max_head_rows
@@ -166,11 +184,13 @@ class LlamaModel:
         keys = self._rotate(self._head_norm(keys, layer.k_norm), positions)
         return queries, keys, values
 
-    def _absorb(self, layer: LayerWeights, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+    def _absorb(
+        self, layer: LayerWeights, hidden: torch.Tensor, mixed: torch.Tensor, rank_sum: RankSum
+    ) -> torch.Tensor:
         """Add what attention mixed, ``[rows, heads * head_dim]``, and the feed-forward part."""
-        hidden = hidden + functional.linear(mixed, layer.output, layer.output_bias)
+        hidden = hidden + rank_sum(functional.linear(mixed, layer.output, layer.output_bias))
         gate, up = functional.linear(self._norm(hidden, layer.ffn_norm), layer.gate_up).chunk(2, dim=1)
-        return hidden + functional.linear(functional.silu(gate) * up, layer.down)
+        return hidden + rank_sum(functional.linear(functional.silu(gate) * up, layer.down))
 
     def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(hidden, weight.shape, weight, self.config.norm_eps).to(self._dtype)
@@ -185,6 +205,10 @@ class LlamaModel:
         first, second = rows.chunk(2, dim=-1)
         turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
         return turned.to(self._dtype)
+
+
+def _as_it_is(partial: torch.Tensor) -> torch.Tensor:
+    return partial
 
 
 def _products(

@@ -30,6 +30,9 @@ from kvstore_engine_adapter.model import LoadedModel
 from kvstore_engine_adapter.page_pool import TORCH_DTYPES, PagePool
 from kvstore_engine_adapter.request_blocks import BlockSupply, Waits
 from kvstore_engine_adapter.scheduler import Phase, SchedulerLimits
+from kvstore_engine_adapter.tensor_parallel.group_tier import GroupTier, GroupVramTier, LentSlots
+from kvstore_engine_adapter.tensor_parallel.leading_worker import LeadingWorker, RankSums
+from kvstore_engine_adapter.tensor_parallel.rank_group import RankGroup
 from kvstore_engine_adapter.worker import ForwardWorker
 from kvstore_kernels import PagedKernels
 
@@ -81,6 +84,10 @@ class PagedEngine:
     Everything but the passes runs on one event loop. A request that is cancelled or whose consumer closes
     the generator leaves after the pass under way, and gives back all its slots. ``kernels`` do the work on
     the pages (None: those of the device, see ``device_pages``).
+
+    ``model`` may be rank 0's share, with the ``group`` of ranks that have the others: started, and loaded
+    with the same model. ``lower`` is then a tier over the store that the group's followers use. When the
+    group is lost, the engine answers nothing any more: every request ends with RankLost.
     """
 
     def __init__(
@@ -89,19 +96,25 @@ class PagedEngine:
         settings: EngineSettings | None = None,
         *,
         lower: Sequence[Tier] = (),
+        group: RankGroup | None = None,
         clock: Callable[[], float] = time.monotonic,
         kernels: PagedKernels | None = None,
     ) -> None:
+        assert model.shard.size == (1 if group is None else group.size), "a share of another number of ranks"
         self._model = model
         self._settings = settings or EngineSettings()
-        self._lower = tuple(lower)
+        self._group = group
+        self._lent = LentSlots()
+        self._lower: tuple[Tier, ...] = tuple(lower)
+        if group is not None:
+            self._lower = tuple(GroupTier(tier, group, self._lent) for tier in lower)
         self._clock = clock
         self._kernels = kernels
         self._layout = layout_of(model, self._settings.block_tokens)
         self._namespace = Namespace(
             model=model.config.name,
             layout=self._layout,
-            weights=model.digest,
+            weights=model.shard.weights_name(model.digest),
             rope=model.config.rope.describe(),
             tenant_salt=self._settings.tenant_salt,
             epoch=self._settings.epoch,
@@ -161,13 +174,14 @@ class PagedEngine:
         Raises:
             InvalidConfig: the page memory cannot be had.
             TierUnavailable: a lower tier cannot be opened.
+            RankLost: another rank has ended, or cannot do the same.
         """
         assert self._running is None, "the engine is open"
         running = self._running = await asyncio.to_thread(self._start)
         try:
             loop = running.loop = await self._prepare(running)
             if self._settings.is_reusing:
-                manager = manager_over(self, self._lower)
+                manager = manager_over(self, self._lower, top=self._top(running.pool))
                 await manager.open()
                 running.supply.manager = manager
         except BaseException:
@@ -176,8 +190,17 @@ class PagedEngine:
             raise
         running.task = asyncio.create_task(loop.run(), name="engine-loop")
 
+    def _top(self, pool: PagePool) -> GroupVramTier | None:
+        return None if self._group is None else GroupVramTier(pool, self.num_page_slots, lent=self._lent)
+
     async def _prepare(self, running: "_Running") -> EngineLoop:
         settings, model = self._settings, running.forward_model
+        if isinstance(running.worker, LeadingWorker):
+            await running.worker.meet(
+                block_tokens=settings.block_tokens,
+                compiled_folder=settings.compiled_folder,
+                attention_backend=settings.attention_backend,
+            )
         step_tokens = max(settings.max_num_seqs, _step_tokens(settings, running.pool.device))
         running.supply.policy.prefill = await running.worker.prepare(
             running.supply.spare, max_rows=step_tokens, max_head_rows=settings.max_num_seqs
@@ -264,21 +287,28 @@ class PagedEngine:
         num_pages = num_slots + num_private
         _refuse_more_than_memory((num_pages + 1) * self._layout.block_bytes, device)
         backend, folder = settings.attention_backend, settings.compiled_folder
-        kernels = self._kernels or kernels_for(self._layout, device, backend, folder)
+        pages = self._model.shard.pages_of(self._layout)
+        kernels = self._kernels or kernels_for(pages, device, backend, folder)
         try:
-            pool = PagePool(self._layout, num_pages, device, kernels=kernels)
+            pool = PagePool(pages, num_pages, device, kernels=kernels)
         except (RuntimeError, MemoryError, OSError) as error:
             raise InvalidConfig(
                 f"engine: {num_pages} KV pages of {self._layout.block_bytes} bytes cannot be had: "
                 "lower the number of blocks or the model length"
             ) from error
-        forward_model = LlamaModel(self._model.config, self._model.weights, max_tokens=self._context_tokens)
-        num_heads = self._model.config.num_heads
-        ops = ops_on(pool, num_heads=num_heads, folder=folder, backend=backend)
-        policy = LoadPolicy(settings.block_tokens, self._layout.block_bytes)
+        config = self._model.shard.config_of(self._model.config)
+        sums = None if self._group is None else RankSums()
+        forward_model = LlamaModel(
+            config, self._model.weights, max_tokens=self._context_tokens, rank_sum=sums
+        )
+        ops = ops_on(pool, num_heads=config.num_heads, folder=folder, backend=backend)
+        policy = LoadPolicy(settings.block_tokens, pool.page_bytes)
         spare = [Slot(number) for number in range(num_slots, num_pages)]
         supply = BlockSupply(None, num_slots, policy, spare, settings.waits, self._clock)
         worker = ForwardWorker(forward_model, pool, ops)
+        if self._group is not None and sums is not None:
+            supply.part = self._model.shard.part_of(self._layout)
+            worker = LeadingWorker(forward_model, pool, ops, self._group, sums)
         return _Running(forward_model, ops, pool, worker, supply)
 
     def _require_running(self) -> "_Running":

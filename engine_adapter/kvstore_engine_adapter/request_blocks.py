@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from kvstore.errors import KVStoreError
 from kvstore.keys import PrefixChain
+from kvstore.layout import Part
 from kvstore.manager import BlockManager
 from kvstore.miss import MissReason
 from kvstore.results import Fetched, Owner, PrefixMatch
@@ -64,7 +65,8 @@ class LoadedPrefix:
 class BlockSupply:
     """Slots for requests: from a manager's top tier if there is one, else and in need from spare pages.
 
-    ``holders`` counts, for each slot in use, the requests that have it.
+    ``holders`` counts, for each slot in use, the requests that have it. ``part`` is what of each block is in
+    these slots; None: all of it.
     """
 
     manager: BlockManager | None
@@ -75,6 +77,7 @@ class BlockSupply:
     clock: Callable[[], float] = time.monotonic
     faults: Counter[str] = field(default_factory=Counter)
     holders: Counter[Slot] = field(default_factory=Counter)
+    part: Part | None = None
 
     def free_blocks(self) -> int:
         """Return how many slots are free, or can be had by evicting; without a manager, the spare pages."""
@@ -145,7 +148,7 @@ class RequestBlocks:
         supply = self._supply
         if supply.manager is None or self._owner is None or not self.is_sharing or not len(chain):
             return 0
-        fetched = supply.manager.fetch_leading_at_once(chain, owner=self._owner)
+        fetched = supply.manager.fetch_leading_at_once(chain, owner=self._owner, part=supply.part)
         return len(self._hold([block.slot for block in fetched.blocks]))
 
     def take(self, count: int, *, is_pressing: bool) -> list[Slot] | None:
@@ -177,7 +180,7 @@ class RequestBlocks:
         private = set(self._private)
         count = next((i for i, slot in enumerate(slots) if slot in private), len(slots))
         try:
-            supply.manager.commit(chain[:count], slots[:count], owner=self._owner)
+            supply.manager.commit(chain[:count], slots[:count], owner=self._owner, part=supply.part)
         except KVStoreError as error:
             supply.faults["commit"] += 1
             logger.warning("engine: publishing %d blocks failed: %s", count, error)
@@ -203,7 +206,7 @@ class RequestBlocks:
         wait_s = self._supply.waits.match_s
         try:
             async with asyncio.timeout(wait_s + _GUARD_S):
-                return await manager.match(chain, timeout_s=wait_s)
+                return await manager.match(chain, part=self._supply.part, timeout_s=wait_s)
         except TimeoutError:
             self._supply.faults["match_late"] += 1
             return PrefixMatch(0, (), MissReason.TIMED_OUT)
@@ -221,7 +224,7 @@ class RequestBlocks:
         wait_s = max(wait_s, supply.waits.shortest_load_s)
         try:
             async with asyncio.timeout(wait_s + _GUARD_S):
-                return await manager.fetch(chain, owner=owner, timeout_s=wait_s)
+                return await manager.fetch(chain, owner=owner, part=supply.part, timeout_s=wait_s)
         except TimeoutError:
             supply.faults["fetch_late"] += 1
             return Fetched((), None, MissReason.TIMED_OUT)

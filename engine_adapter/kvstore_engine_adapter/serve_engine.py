@@ -22,8 +22,7 @@ from kvstore_engine_adapter.faces.engine_doors import DoorOptions, EngineDoors
 from kvstore_engine_adapter.faces.face_server import FaceServer
 from kvstore_engine_adapter.faces.http_face import FaceDoors, HttpFace
 from kvstore_engine_adapter.faces.record_access import SessionLimits
-from kvstore_engine_adapter.model import LoadedModel, load_model
-from kvstore_engine_adapter.page_pool import TORCH_DTYPES
+from kvstore_engine_adapter.model import LoadedModel
 from kvstore_engine_adapter.paged_engine import (
     OTHER_STEP_TOKENS,
     EngineSettings,
@@ -32,12 +31,15 @@ from kvstore_engine_adapter.paged_engine import (
     default_context_tokens,
 )
 from kvstore_engine_adapter.store_watch import StoreWatch
+from kvstore_engine_adapter.tensor_parallel.rank_group import RankGroup
+from kvstore_engine_adapter.tensor_parallel.starting import ModelOrder, end_process_within, loaded
 
 logger = logging.getLogger(__name__)
 
 _LEAST_BLOCKS = 2
 _LEAST_DRAIN_S = 0.1
 _CLOSE_S = 0.25
+_LOST_S = 20.0
 _MAX_SALT_BYTES = 4096
 _RECORD_TIMES = Timeouts(fetch_s=1.0, put_s=1.0, control_s=1.0)
 
@@ -80,9 +82,11 @@ class ServeOptions:
 async def serve_engine(options: ServeOptions, announce: Callable[[dict[str, object]], None]) -> None:
     """Load, listen, call ``announce`` with the ``ready`` event, and serve until SIGTERM or SIGINT.
 
-    After the signal it ends within the grace and a second, but for a pass under way.
+    After the signal it ends within the grace and a second, but for a pass under way. When a rank is lost it
+    ends at once; the process should end then, and does so after a while in any case.
 
     Raises:
+        RankLost: a rank of several has ended, does not answer, or could not do its share.
         UnsupportedModel: the model cannot be loaded.
         InvalidConfig: an option this machine cannot offer, an address that cannot be bound.
         InvalidLayout: blocks of that size cannot be stored.
@@ -90,31 +94,67 @@ async def serve_engine(options: ServeOptions, announce: Callable[[dict[str, obje
     """
     _refuse_what_excludes(options)
     engine_doors = await asyncio.to_thread(EngineDoors.make, options.doors)
-    device = _device(options.device)
     salt = _tenant_salt(options.tenant_salt_file)
     torch.set_num_threads(options.threads)
-    stopped = _stop_event()
-    dtype = TORCH_DTYPES[options.dtype]
-    model = await asyncio.to_thread(
-        load_model, options.model, dtype=dtype, device=device, cache_folder=options.cache_folder
+    end = _End(options.grace_s)
+    async with loaded(_order(options)) as (model, group):
+        engine = PagedEngine(model, _settings(options, model, salt), lower=options.lower, group=group)
+        await engine.open()
+        try:
+            async with _records(options.store) as records, end.noticing(group):
+                face_doors = FaceDoors(
+                    gate=engine_doors.doors.gate,
+                    has_tenants=engine_doors.has_tenants,
+                    records=records,
+                    limits=options.session_limits,
+                    salt=salt,
+                )
+                name = options.served_model_name or model.config.name
+                face = HttpFace(engine, model.tokenizer, model_name=name, doors=face_doors)
+                await _serve(options, engine, face, engine_doors.doors, announce, end)
+        finally:
+            await _close_engine(engine, max(end.left_s, _LEAST_DRAIN_S))
+        if group is not None and group.lost is not None:
+            raise group.lost
+
+
+def _order(options: ServeOptions) -> ModelOrder:
+    return ModelOrder(
+        options.model,
+        dtype=options.dtype,
+        device=options.device,
+        threads=options.threads,
+        num_ranks=options.tensor_parallel_size,
+        store=options.store,
+        cache_folder=options.cache_folder,
     )
-    engine = PagedEngine(model, _settings(options, model, salt), lower=options.lower)
-    await engine.open()
-    left_s = options.grace_s
-    try:
-        async with _records(options.store) as records:
-            face_doors = FaceDoors(
-                gate=engine_doors.doors.gate,
-                has_tenants=engine_doors.has_tenants,
-                records=records,
-                limits=options.session_limits,
-                salt=salt,
-            )
-            name = options.served_model_name or model.config.name
-            face = HttpFace(engine, model.tokenizer, model_name=name, doors=face_doors)
-            left_s = await _serve(options, engine, face, engine_doors.doors, announce, stopped)
-    finally:
-        await _close_engine(engine, max(left_s, _LEAST_DRAIN_S))
+
+
+class _End:
+    """The end of serving: SIGTERM and SIGINT, with a grace; or the loss of a rank, without any."""
+
+    def __init__(self, grace_s: float) -> None:
+        self.left_s = grace_s
+        self.has_come = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.has_come.set)
+
+    @contextlib.asynccontextmanager
+    async def noticing(self, group: RankGroup | None) -> AsyncIterator[None]:
+        """Notice the loss of a rank inside the block."""
+        watching = None if group is None else asyncio.create_task(self._watch(group))
+        try:
+            yield
+        finally:
+            if watching is not None:
+                watching.cancel()
+                await asyncio.wait([watching])
+
+    async def _watch(self, group: RankGroup) -> None:
+        end_process_within(_LOST_S, await group.wait_lost())
+        self.left_s = 0.0
+        self.has_come.set()
 
 
 @contextlib.asynccontextmanager
@@ -133,11 +173,6 @@ async def _records(store: str | None) -> AsyncIterator[AsyncKVStore | None]:
 
 
 def _refuse_what_excludes(options: ServeOptions) -> None:
-    if options.tensor_parallel_size != 1:
-        raise InvalidConfig(
-            f"engine: --tensor-parallel-size {options.tensor_parallel_size}: this engine runs on one device:"
-            " give 1"
-        )
     if options.doors.api_keys is not None and options.tenant_salt_file is not None:
         raise InvalidConfig(
             "engine: --api-keys and --tenant-salt-file exclude each other: a keyring gives each tenant a salt"
@@ -174,39 +209,24 @@ async def _serve(
     face: HttpFace,
     doors: Doors,
     announce: Callable[[dict[str, object]], None],
-    stopped: asyncio.Event,
-) -> float:
-    """Serve until the signal, and end the requests; returns what is left of the grace, in seconds."""
+    end: _End,
+) -> None:
+    """Serve until the end comes, and end the requests."""
     server = FaceServer(face, tls=doors.tls, shutdown_s=_CLOSE_S / 2)
     doors.start()
     try:
         await server.start(options.doors.address, options.doors.port)
-        if stopped.is_set():
-            return options.grace_s
+        if end.has_come.is_set():
+            return
         announce({"event": "ready", "url": server.url, "context_tokens": engine.context_tokens})
-        await stopped.wait()
+        await end.has_come.wait()
         started_s = time.monotonic()
         await server.stop_listening()
-        await face.close(grace_s=options.grace_s)
-        return options.grace_s - (time.monotonic() - started_s)
+        await face.close(grace_s=end.left_s)
+        end.left_s -= time.monotonic() - started_s
     finally:
         await server.stop()
         doors.stop()
-
-
-def _stop_event() -> asyncio.Event:
-    """Return an event that SIGTERM and SIGINT set."""
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
-    return stopped
-
-
-def _device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InvalidConfig("engine: --device cuda, but torch finds no CUDA device: use --device cpu")
-    return torch.device(name)
 
 
 def _tenant_salt(path: Path | None) -> bytes:
@@ -263,9 +283,11 @@ def _blocks_in_device(ratio: float, options: ServeOptions, model: LoadedModel) -
     return blocks_in(
         DeviceMemory(*torch.cuda.mem_get_info()),
         ratio,
-        block_bytes=block_bytes_of(model, options.block_tokens),
+        block_bytes=block_bytes_of(model, options.block_tokens) // model.shard.size,
         working_bytes=pass_bytes(
-            model.config, step_tokens=OTHER_STEP_TOKENS, max_num_seqs=options.max_num_seqs
+            model.shard.config_of(model.config),
+            step_tokens=OTHER_STEP_TOKENS,
+            max_num_seqs=options.max_num_seqs,
         ),
         spare_blocks=-(-longest // options.block_tokens) + 1,
     )

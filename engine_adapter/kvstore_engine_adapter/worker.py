@@ -73,7 +73,7 @@ class ForwardWorker:
         self._executor = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="forward",
-            initializer=lambda: torch.set_num_threads(threads),
+            initializer=lambda: _begin_thread(threads, pool.device),
         )
 
     async def compute(self, work: PassWork) -> PassResult:
@@ -97,10 +97,7 @@ class ForwardWorker:
 
     def _compute(self, work: PassWork) -> PassResult:
         started_s = time.monotonic()
-        for source, target in work.copies:
-            self._pool.copy(source, target)
-        self._pool.clear(work.cleared)
-        hidden = self._forward([segment for segment, _ in work.segments])
+        hidden = self.forward(work.copies, work.cleared, [segment for segment, _ in work.segments])
         last = np.cumsum([len(segment.tokens) for segment, _ in work.segments]) - 1
         wanted = [(int(row), want) for row, (_, want) in zip(last, work.segments, strict=True) if want]
         sampled: list[Sampled] = []
@@ -112,7 +109,19 @@ class ForwardWorker:
         self._pool.finish()  # what the caller does next with the pages, and the time, count on it
         return PassResult(results, time.monotonic() - started_s)
 
-    def _forward(self, segments: Sequence[Segment]) -> torch.Tensor:
+    def forward(
+        self,
+        copies: Sequence[tuple[Slot, Slot]],
+        cleared: Sequence[Slot],
+        segments: Sequence[Segment],
+    ) -> torch.Tensor:
+        """Copy and clear pages, then compute the rows of the segments: ``[rows, hidden]``, float32.
+
+        In the thread that computes.
+        """
+        for source, target in copies:
+            self._pool.copy(source, target)
+        self._pool.clear(cleared)
         return self._model.run(self._model.batch(segments, self._ops.begin(segments)))
 
     def _prefill_speed(self, spare: Sequence[Slot]) -> PrefillSpeed:
@@ -130,10 +139,16 @@ class ForwardWorker:
         times: list[float] = []
         for _ in range(3):  # the first one pays for set-up
             started_s = time.monotonic()
-            self._forward([segment])
+            self.forward((), (), [segment])
             self._pool.finish()
             times.append(time.monotonic() - started_s)
         return min(times)
+
+
+def _begin_thread(threads: int, device: torch.device) -> None:
+    torch.set_num_threads(threads)
+    if device.index is not None:  # which device is the current one is each thread's own, too
+        torch.cuda.set_device(device)
 
 
 def _sample(logits: torch.Tensor, wanted: Sequence[Wanted]) -> list[Sampled]:

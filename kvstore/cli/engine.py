@@ -48,7 +48,12 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="requests that run at a time (default: %(default)s)",
     )
     parser.add_argument(
-        "--tensor-parallel-size", type=_whole(1, 1024), default=1, metavar="N", help="default: %(default)s"
+        "--tensor-parallel-size",
+        type=_whole(1, 1024),
+        default=1,
+        metavar="N",
+        help="processes that share the model, each with its KV heads; on CUDA one per device (default:"
+        " %(default)s)",
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--kv-cache-bytes", type=_whole(1), metavar="BYTES", help="size of the vram tier")
@@ -142,6 +147,7 @@ def run(args: argparse.Namespace) -> int:
     # The engine's packages are an extra: the other commands work without them.
     try:
         from kvstore_engine_adapter.serve_engine import serve_engine
+        from kvstore_engine_adapter.tensor_parallel.rank_group import RankLost
     except ImportError as error:
         return _complain(f"engine needs {error.name}: pip install 'tiered-kvstore[engine]'", 2)
     if args.store is not None and args.no_reuse:
@@ -154,6 +160,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         with LimitedTracebacks.installed():
             asyncio.run(serve_engine(_options(args), _announce))
+    except RankLost as error:
+        return _complain(str(error), 1)
     except KVStoreError as error:
         return _complain(str(error), 2)
     return 0

@@ -45,6 +45,8 @@ class TinyModel:
 
     architecture: str = "llama"
     is_tied: bool = True
+    heads: int = HEADS
+    kv_heads: int = KV_HEADS
     rope_scaling: dict[str, object] | None = None
     tokenizer: tokenizers.Tokenizer = field(default_factory=make_tokenizer)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -63,7 +65,8 @@ class TinyModel:
             self.tensors["lm_head.weight"] = random(vocab, HIDDEN)
         for index in range(LAYERS):
             prefix = f"model.layers.{index}."
-            rows = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM}
+            kv_rows = self.kv_heads * HEAD_DIM
+            rows = {"q": self.heads * HEAD_DIM, "k": kv_rows, "v": kv_rows}
             for name, count in rows.items():
                 self.tensors[f"{prefix}self_attn.{name}_proj.weight"] = random(count, HIDDEN)
                 if self.architecture == "qwen2":
@@ -71,7 +74,7 @@ class TinyModel:
             if self.architecture == "qwen3":
                 for name in ("q", "k"):
                     self.tensors[f"{prefix}self_attn.{name}_norm.weight"] = 1 + random(HEAD_DIM, scale=0.1)
-            self.tensors[f"{prefix}self_attn.o_proj.weight"] = random(HIDDEN, HEADS * HEAD_DIM)
+            self.tensors[f"{prefix}self_attn.o_proj.weight"] = random(HIDDEN, self.heads * HEAD_DIM)
             self.tensors[f"{prefix}mlp.gate_proj.weight"] = random(FFN, HIDDEN)
             self.tensors[f"{prefix}mlp.up_proj.weight"] = random(FFN, HIDDEN)
             self.tensors[f"{prefix}mlp.down_proj.weight"] = random(HIDDEN, FFN)
@@ -84,8 +87,8 @@ class TinyModel:
             "architectures": [names[self.architecture]],
             "hidden_size": HIDDEN,
             "num_hidden_layers": LAYERS,
-            "num_attention_heads": HEADS,
-            "num_key_value_heads": KV_HEADS,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
             "head_dim": HEAD_DIM,
             "intermediate_size": FFN,
             "vocab_size": self.tokenizer.get_vocab_size(),
@@ -125,8 +128,8 @@ class TinyModel:
         writer.add_context_length(CONTEXT)
         writer.add_embedding_length(HIDDEN)
         writer.add_feed_forward_length(FFN)
-        writer.add_head_count(HEADS)
-        writer.add_head_count_kv(KV_HEADS)
+        writer.add_head_count(self.heads)
+        writer.add_head_count_kv(self.kv_heads)
         writer.add_layer_norm_rms_eps(1e-5)
         writer.add_rope_freq_base(10000.0)
         writer.add_key_length(HEAD_DIM)
@@ -142,7 +145,7 @@ class TinyModel:
         return path
 
     def _stored(self, name: str, tensor: torch.Tensor) -> np.ndarray:
-        heads = {"q_proj": HEADS, "k_proj": KV_HEADS}
+        heads = {"q_proj": self.heads, "k_proj": self.kv_heads}
         for part, count in heads.items():
             if part in name and self.architecture == "llama":
                 # As llama.cpp's converter does: interleaved rotary pairs.
@@ -208,7 +211,7 @@ def reference_logits(model: TinyModel, tokens: list[int], inverse_frequencies: t
         prefix = f"model.layers.{index}."
         x = norm(hidden, prefix + "input_layernorm.weight")
         projected = []
-        for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+        for name, heads in (("q", model.heads), ("k", model.kv_heads), ("v", model.kv_heads)):
             y = x @ weights[f"{prefix}self_attn.{name}_proj.weight"].T
             bias = weights.get(f"{prefix}self_attn.{name}_proj.bias")
             y = (y if bias is None else y + bias).view(count, heads, HEAD_DIM)
@@ -216,7 +219,7 @@ def reference_logits(model: TinyModel, tokens: list[int], inverse_frequencies: t
                 y = norm(y, f"{prefix}self_attn.{name}_norm.weight")
             projected.append(y if name == "v" else rotate(y))
         q, k, v = projected
-        k, v = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (k, v))
+        k, v = (t.repeat_interleave(model.heads // model.kv_heads, 1) for t in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5
         scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), float("-inf"))
         mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(count, -1)
