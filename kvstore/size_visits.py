@@ -20,8 +20,8 @@ class VisitKind(enum.Enum):
 
 
 Visit: TypeAlias = tuple[VisitKind, int, int, PrefixChain]
-"""What was asked, bytes of each block, a number of its part (0: the whole block, or its first part), and which
-blocks. A plain tuple, since one is made for every request; it keeps nothing of the store's alive."""
+"""What was asked, bytes of each block, a number of its part (0: the whole block or its first part), and
+which blocks. A plain tuple, since one is made for every request; it keeps nothing of the store's alive."""
 
 
 class FollowUps:
