@@ -8,6 +8,7 @@ import numpy as np
 
 from kvstore.errors import NamespaceNotOpen
 from kvstore.granting import ReadyCopies
+from kvstore.keys import NamespaceDigest
 from kvstore.manager import BlockManager
 from kvstore.messages import (
     Erase,
@@ -62,6 +63,12 @@ async def answer_erase(manager: BlockManager, request: Erase) -> Report:
             raise NamespaceNotOpen(f"namespace {digest} is not open: name its tenant by the salt")
         tenant = tenant_of(known.tenant_salt)
     return Report(json.dumps((await manager.erase(tenant)).as_dict()).encode())
+
+
+def answer_sizes(manager: BlockManager, namespace: NamespaceDigest | None) -> Report:
+    """Say what the hit rate would be at other sizes."""
+    told = manager.size_curve(None if namespace is None else [namespace])
+    return Report(json.dumps(told).encode())
 
 
 async def answer_exists(manager: BlockManager, request: Exists) -> Presence:

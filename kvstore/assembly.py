@@ -1,6 +1,7 @@
 """Assembly: builds the manager of a store, with the tiers its configuration names."""
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from kvstore.manager import BlockManager
 from kvstore.policy import policy_named
 from kvstore.record_store import RecordStore
 from kvstore.record_truth import LocalTruth, RecordTruth
+from kvstore.size_curve import SizeCurve
 from kvstore.state import ManagerSettings, WriteMode
 from kvstore.tier import Tier
 from kvstore_tiers.dram import DramTier
@@ -88,6 +90,9 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
         new_policy=new_policy,
         epoch_file=EpochFile([folder / "epochs" for folder in folders]) if folders else None,
         encryption=encryption,
+        new_size_curve=lambda limit_bytes: SizeCurve(
+            multipliers=[secrets.randbits(64) | 1 for _ in range(4)], limit_bytes=limit_bytes, clock=clock
+        ),
         clock=clock,
     )
     return Store(manager, dram, records)

@@ -369,6 +369,19 @@ class AsyncKVStore(AsyncRecordMethods):
         """
         return await self._run(self._calls.stats(timeout_s=timeout_s))
 
+    async def size_curve(
+        self, namespace: NamespaceDigest | None = None, *, timeout_s: float | None = None
+    ) -> dict[str, Any]:  # Any: JSON
+        """Return estimated hit rates by size: see docs/sizing.md.
+
+        Of all lookups, or of those in one namespace. Over HTTP, callers that are not administrators are told
+        of the namespaces of their own only.
+
+        Raises:
+            ServerUnavailable: no server answers in time.
+        """
+        return await self._run(self._calls.size_curve(namespace, timeout_s=timeout_s))
+
     async def check(self, sample_blocks: int = 64, *, timeout_s: float | None = None) -> list[str]:
         """Have the server verify its invariants and a sample of checksums; one line per violation.
 

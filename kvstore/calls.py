@@ -29,6 +29,7 @@ from kvstore.layout import KVLayout, Part
 from kvstore.messages import (
     AdvanceEpoch,
     Answer,
+    AskSizes,
     ChainRef,
     Check,
     Commit,
@@ -275,6 +276,15 @@ def stats_plan() -> Plan[dict[str, Any]]:
     value = _load_json(answer.json)
     if not isinstance(value, dict):
         raise ProtocolMismatch("answer: stats are not a JSON object")
+    return value
+
+
+def size_curve_plan(namespace: NamespaceDigest | None) -> Plan[dict[str, Any]]:
+    """Ask for hit rates by size."""
+    answer = yield from ask_for(AskSizes(namespace), Report)
+    value = _load_json(answer.json)
+    if not isinstance(value, dict):
+        raise ProtocolMismatch("answer: hit rates by size are not a JSON object")
     return value
 
 

@@ -409,6 +409,12 @@ class ClientCalls:
         """Ask for counters and occupancy."""
         return self._control(lambda _: calls.stats_plan(), timeout_s)
 
+    def size_curve(
+        self, namespace: NamespaceDigest | None, *, timeout_s: float | None
+    ) -> Call[dict[str, Any]]:  # Any: JSON
+        """Ask for hit rates by size."""
+        return self._control(lambda _: calls.size_curve_plan(namespace), timeout_s)
+
     def check(self, sample_blocks: int, *, timeout_s: float | None) -> Call[list[str]]:
         """Have the server verify its invariants."""
         if not 0 <= sample_blocks <= _MAX_SAMPLE_BLOCKS:

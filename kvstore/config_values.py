@@ -124,14 +124,20 @@ def _in_range(rule: Rule, number: float, raw: object) -> None:
         raise BadValue(f"is {_shown(raw)}")
 
 
+def parse_bytes(text: str) -> float | None:
+    """Read a number of bytes with or without a unit, such as ``"64MiB"``; None if it is none."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        return None
+    return float(found[1]) * _UNITS[found[2]] if "." in found[1] else int(found[1]) * _UNITS[found[2]]
+
+
 def _read_size(rule: Rule, raw: object) -> int:
     if isinstance(raw, str):
-        found = _SIZE.fullmatch(raw.strip())
-        if found is None:
+        parsed = parse_bytes(raw)
+        if parsed is None:
             raise BadValue(f"is {_shown(raw)}")
-        num_bytes = (
-            float(found[1]) * _UNITS[found[2]] if "." in found[1] else int(found[1]) * _UNITS[found[2]]
-        )
+        num_bytes = parsed
     elif isinstance(raw, int) and not isinstance(raw, bool):
         num_bytes = raw
     else:

@@ -36,12 +36,14 @@ class Fetcher:
         shelf = state.directory.shelf(chain.namespace, part)
         if shelf.is_stale:
             return self._matched(chain, [], MissReason.OTHER_EPOCH)
-        tiers = self._leading_tiers(shelf, chain)
-        if len(tiers) == len(chain.keys):
-            return self._matched(chain, tiers, None)
-        if self._may_ask:
-            return None
-        return self._matched(chain, *self._walk(shelf, chain, Probed({}, {}, None)))
+        tiers, reason = self._leading_tiers(shelf, chain), None
+        if len(tiers) < len(chain.keys):
+            if self._may_ask:
+                return None
+            tiers, reason = self._walk(shelf, chain, Probed({}, {}, None))
+        if state.size_curve is not None:
+            state.size_curve.note_match(shelf, chain, num_hits=len(tiers))
+        return self._matched(chain, tiers, reason)
 
     async def match(
         self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
@@ -57,7 +59,10 @@ class Fetcher:
         shelf = self._state.directory.shelf(chain.namespace, part)
         deadline_s = self._state.deadline_s(timeout_s)
         probed = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
-        return self._matched(chain, *self._walk(shelf, chain, probed))
+        tiers, reason = self._walk(shelf, chain, probed)
+        if self._state.size_curve is not None:
+            self._state.size_curve.note_match(shelf, chain, num_hits=len(tiers))
+        return self._matched(chain, tiers, reason)
 
     def _matched(self, chain: PrefixChain, tiers: list[str], reason: MissReason | None) -> PrefixMatch:
         self._state.counters.match.count(len(chain.keys), tiers, reason, block_tokens=chain.block_tokens)
@@ -102,7 +107,10 @@ class Fetcher:
             InvalidRequest: the namespace is not open.
         """
         entries = self._all_on_top(chain, part)
-        return self._granter.ready(owner, entries, chain.block_tokens) if entries else None
+        ready = self._granter.ready(owner, entries, chain.block_tokens) if entries else None
+        if ready is not None:
+            self._note_fetch(chain, part)
+        return ready
 
     def fetch_leading_at_once(self, chain: PrefixChain, *, owner: Owner, part: Part | None = None) -> Fetched:
         """Lease the leading blocks of a chain that are READY in the top tier now, however few.
@@ -113,7 +121,10 @@ class Fetcher:
         shelf = self._state.directory.shelf(chain.namespace, part)
         if shelf.is_stale:
             return Fetched((), None, MissReason.OTHER_EPOCH)
-        return self._granter.lease_leading(owner, shelf, chain)
+        fetched = self._granter.lease_leading(owner, shelf, chain)
+        if fetched.blocks:
+            self._note_fetch(chain[: len(fetched.blocks)], part)
+        return fetched
 
     def peek_at_once(self, chain: PrefixChain, *, part: Part | None = None) -> ReadyCopies | None:
         """Find a chain that is READY in the top tier as a whole, and lease nothing; None if it is not.
@@ -124,7 +135,10 @@ class Fetcher:
             InvalidRequest: the namespace is not open.
         """
         entries = self._all_on_top(chain, part)
-        return self._granter.seen(entries, chain.block_tokens) if entries else None
+        if not entries:
+            return None
+        self._note_fetch(chain, part)
+        return self._granter.seen(entries, chain.block_tokens)
 
     async def fetch(
         self,
@@ -150,6 +164,7 @@ class Fetcher:
                 len(chain), [], MissReason.OTHER_EPOCH, block_tokens=chain.block_tokens
             )
             return Fetched((), None, MissReason.OTHER_EPOCH)
+        self._note_fetch(chain, part)
         on_top = self._all_on_top(chain, part)
         if on_top is not None:
             return self._granter.fetched(owner, chain, on_top, [state.top.name] * len(on_top), None)
@@ -195,6 +210,11 @@ class Fetcher:
                 reason = probed.trouble or self._why_not(shelf, chain.keys[len(located)])
         num_ready, load_reason = await self._loader.load(shelf, located, held, deadline_s=deadline_s)
         return [item.origin for item in located[:num_ready]], load_reason or reason
+
+    def _note_fetch(self, chain: PrefixChain, part: Part | None) -> None:
+        curve = self._state.size_curve
+        if curve is not None:
+            curve.note_fetch(self._state.directory.shelf(chain.namespace, part), chain)
 
     def _all_on_top(self, chain: PrefixChain, part: Part | None) -> list[BlockEntry] | None:
         """Return the entries of a chain that is READY in the top tier as a whole, else None."""

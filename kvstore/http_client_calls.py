@@ -293,6 +293,13 @@ class HttpClientCalls(ClientCalls):
         """Ask for counters and occupancy."""
         return self._whole(HttpRequest("GET", "/v1/stats"), HttpAnswer.json, timeout_s)
 
+    def size_curve(
+        self, namespace: NamespaceDigest | None, *, timeout_s: float | None
+    ) -> HttpCall[dict[str, Any]]:  # Any: JSON
+        """Ask for hit rates by size."""
+        query = "" if namespace is None else f"?namespace={namespace.hex()}"
+        return self._whole(HttpRequest("GET", f"/v1/size{query}"), HttpAnswer.json, timeout_s)
+
     def check(self, sample_blocks: int, *, timeout_s: float | None) -> HttpCall[list[str]]:
         """Have the server verify its invariants."""
         values = {"sample_blocks": sample_blocks}

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvstore.changes import CopyChange, CopyChanges
 from kvstore.closing import close_tiers
@@ -23,6 +23,7 @@ from kvstore.layout import Part
 from kvstore.learning import Learner
 from kvstore.loading import Loader
 from kvstore.mover import Mover
+from kvstore.occupancy import occupancies
 from kvstore.policy import GittinsPolicy, NewPolicy
 from kvstore.presence import find_present
 from kvstore.putting import Putter
@@ -38,10 +39,12 @@ from kvstore.results import (
     Published,
     Reserved,
 )
+from kvstore.size_curve import SizeCurve
+from kvstore.sizing import largest_size_bytes, size_answer
 from kvstore.space import Space
 from kvstore.state import ManagerSettings, State
 from kvstore.tenant import TenantId
-from kvstore.tier import CountingTier, Medium, Slot, SlotTier, Tier
+from kvstore.tier import Medium, Slot, SlotTier, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +79,7 @@ class BlockManager:
         new_policy: NewPolicy = GittinsPolicy,
         epoch_file: EpochFile | None = None,
         encryption: Encryption | None = None,
+        new_size_curve: Callable[[int], SizeCurve] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         names = [top.name, *(tier.name for tier in lower)]
@@ -90,6 +94,8 @@ class BlockManager:
             clock=clock,
             directory=Directory([tier.name for tier in certain]),
         )
+        if new_size_curve is not None:
+            self._state.size_curve = new_size_curve(largest_size_bytes(self._state))
         self._mover = Mover(self._state)
         self._space = Space(self._state, self._mover)
         self._loader = Loader(self._state, self._space, self._mover.write_through)
@@ -126,6 +132,9 @@ class BlockManager:
             asyncio.create_task(self._age_forever(), name="manager-age"),
             asyncio.create_task(self._epochs.poll_forever(), name="manager-epochs"),
         ]
+        if self._state.size_curve is not None:
+            ghost = self._state.size_curve.run_forever()
+            self._maintenance.append(asyncio.create_task(ghost, name="manager-size-curve"))
         if self._eraser is not None:
             self._maintenance.append(asyncio.create_task(self._eraser.poll_forever(), name="manager-eraser"))
 
@@ -530,35 +539,28 @@ class BlockManager:
         """Return counters and occupancy, ready for JSON."""
         state = self._state
         return {
-            "tiers": {tier.name: self._occupancy(tier) for tier in state.all_tiers()},
+            "tiers": occupancies(state, self._mover.queue_lengths()),
             "live_leases": state.leases.num_leases,
             "overdue_slots": state.leases.num_overdue,
             "owners": state.leases.num_owners,
             "loads": self._loader.num_loads,
             "epochs": state.directory.epochs(),
             "encryption": {"is_on": False} if self._eraser is None else self._eraser.stats(),
+            "size_curve": size_answer(state),
             **state.counters.as_dict(),
         }
+
+    def size_curve(self, namespaces: Iterable[NamespaceDigest] | None = None) -> dict[str, object]:
+        """Return estimated hit rates by size, of all lookups or those in some namespaces, for JSON."""
+        return size_answer(self._state, namespaces)
+
+    def sized_namespaces(self) -> list[NamespaceDigest]:
+        """Return the namespaces that hit rates by size are known of."""
+        return [] if self._state.size_curve is None else self._state.size_curve.namespaces()
 
     async def check(self, *, sample_blocks: int = 64) -> list[str]:
         """Verify the invariants and a sample of checksums; one line per violation, none if all is well."""
         return await check_manager(self._state, sample_blocks=sample_blocks)
-
-    def _occupancy(self, tier: SlotTier | Tier) -> dict[str, object]:
-        occupancy: dict[str, object] = {
-            "medium": tier.medium.value,
-            "capacity_bytes": tier.capacity_bytes,
-            "used_bytes": tier.used_bytes,
-        }
-        if tier.name in self._state.policies:
-            occupancy["blocks"] = len(self._state.policies[tier.name])
-        for lower in self._state.lower:
-            if lower.name == tier.name:
-                health = lower.health()
-                occupancy |= {"is_up": health.is_up, "reason": health.reason}
-                occupancy["queued_blocks"] = self._mover.queue_lengths().get(lower.name, 0)
-                occupancy["events"] = lower.counters if isinstance(lower, CountingTier) else {}
-        return occupancy
 
     def _take_effect(self, entries: Sequence[BlockEntry], slots: Sequence[Slot]) -> None:
         for entry in entries:

@@ -36,6 +36,7 @@ from kvstore.record_messages import (
 )
 from kvstore.requests import (
     AdvanceEpoch,
+    AskSizes,
     Check,
     Commit,
     Demote,
@@ -97,6 +98,7 @@ Request: TypeAlias = (
     | GetRecord
     | DropRecord
     | ListRecords
+    | AskSizes
 )
 Answer: TypeAlias = (
     Welcome
@@ -148,6 +150,7 @@ _REQUESTS: dict[int, type[Request]] = {
         GetRecord,
         DropRecord,
         ListRecords,
+        AskSizes,
     )
 }
 _ANSWERS: dict[int, type[Answer]] = {
@@ -205,6 +208,7 @@ __all__ = [
     "INSTANCE_BYTES",
     "AdvanceEpoch",
     "Answer",
+    "AskSizes",
     "ChainRef",
     "Check",
     "Commit",

@@ -106,6 +106,8 @@ class Putter:
     def _note_present(self, shelf: Shelf, chain: PrefixChain, missing: Sequence[int]) -> None:
         """Count what is stored already; it is a use, so that it does not leave to make room for the rest."""
         self._state.counters.puts["present"] += len(chain) - len(missing)
+        if self._state.size_curve is not None:
+            self._state.size_curve.note_put(shelf, chain)
         if len(missing) < len(chain):
             self._touch(shelf, chain)
 

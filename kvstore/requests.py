@@ -431,3 +431,24 @@ class Erase:
             return cls(TenantId(byte_string(tenant, "tenant", low=KEY_BYTES, high=KEY_BYTES)), None)
         digest = byte_string(namespace, "namespace", low=KEY_BYTES, high=KEY_BYTES)
         return cls(None, NamespaceDigest(digest))
+
+
+@dataclass(frozen=True, slots=True)
+class AskSizes:
+    """What would the hit rate be at other sizes, over all lookups or over those in one namespace?"""
+
+    KIND: ClassVar[int] = 31
+    namespace: NamespaceDigest | None
+
+    def to_wire(self) -> Values:
+        """Return the digest or nil."""
+        return (self.namespace,)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked request."""
+        count_fields(values, 1, "ask_sizes")
+        (namespace,) = values
+        if namespace is None:
+            return cls(None)
+        return cls(NamespaceDigest(byte_string(namespace, "namespace", low=KEY_BYTES, high=KEY_BYTES)))

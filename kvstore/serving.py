@@ -23,6 +23,7 @@ from kvstore.answering import (
     answer_ready,
     answer_renew,
     answer_seen,
+    answer_sizes,
     ready_slots,
 )
 from kvstore.client_slots import ClientSlots
@@ -41,6 +42,7 @@ from kvstore.message_fields import ChainRequest
 from kvstore.messages import (
     AdvanceEpoch,
     Answer,
+    AskSizes,
     ChainRef,
     Check,
     Commit,
@@ -443,6 +445,8 @@ class Connection(asyncio.BufferedProtocol):
                 return await answer_erase(self._manager, request)
             case ListNamespaces():
                 return Report(json.dumps(self._namespaces_without_salts()).encode())
+            case AskSizes(namespace):
+                return answer_sizes(self._manager, namespace)
             case Flush(timeout_us):
                 return Count(int(await self._manager.flush(timeout_s=timeout_us / 1e6)))
             case _:

@@ -13,6 +13,7 @@ from kvstore.keys import NamespaceDigest
 from kvstore.lease import LeaseTable
 from kvstore.miss import MissReason
 from kvstore.policy import EvictionPolicy
+from kvstore.size_curve import SizeCurve
 from kvstore.tier import BlockId, Slot, SlotTier, StorageKey, Tier
 
 _LEFT_FOR_ROOM = (MissReason.EVICTED, MissReason.NOT_ADMITTED)
@@ -59,7 +60,8 @@ class ManagerSettings:
 class State:
     """Directory, leases, policies and counters over one top tier and the tiers below it, fastest first.
 
-    ``doomed`` slots hold what was erased, and are overwritten before they are free.
+    ``doomed`` slots hold what was erased, and are overwritten before they are free. ``size_curve`` is told of
+    lookups and puts, if there is one.
 
     Read and changed on one event loop's thread only, never across an await without looking again.
     """
@@ -76,6 +78,7 @@ class State:
     doomed: set[Slot] = field(default_factory=set)
     overwrite: Callable[[Sequence[Slot]], None] | None = None
     beliefs: dict[str, Beliefs] = field(default_factory=dict)
+    size_curve: SizeCurve | None = None
 
     def all_tiers(self) -> list[SlotTier | Tier]:
         """All tiers, fastest first."""

@@ -12,6 +12,7 @@ from itertools import product
 
 from kvstore.http.refusal import ErrorCode
 from kvstore.miss import MissReason
+from kvstore.sizing import MULTIPLES
 from kvstore.tier import Medium, ReadStatus, WriteStatus
 
 Stats = Mapping[str, object]
@@ -83,6 +84,8 @@ _LEASE_EVENT = LabelSet(
     "event", ("granted", "renewed", "expired", "stale_releases", "stale_renewals", "stale_returns")
 )
 _CODE = LabelSet("code", tuple(code.value for code in ErrorCode))
+_SIZE_OF = LabelSet("of", ("dram", "all"))
+_SIZE = LabelSet("size", tuple(MULTIPLES))
 _OUTCOME = LabelSet("outcome", (), "the outcomes of record writes")
 _PLACE = LabelSet("place", (), "where records are read, and how that ends")
 _ABSENT = LabelSet("reason", (), "why records are absent")
@@ -99,6 +102,7 @@ def metrics() -> tuple[Metric, ...]:
         *_block_metrics(),
         *_transfer_metrics(),
         *_tier_metrics(),
+        *_size_metrics(),
         *_record_metrics(),
         *_http_metrics(),
         *_server_metrics(),
@@ -272,6 +276,38 @@ def _tier_metrics() -> Iterable[Metric]:
         "1 if the keys that blocks are encrypted with can be had; not told without encryption.",
         (),
         _single("is_up", "encryption"),
+    )
+
+
+def _size_metrics() -> Iterable[Metric]:
+    yield Metric(
+        "kvstore_size_curve_hit_ratio",
+        Kind.GAUGE,
+        "Estimate of the share of lookups that would hit if the tier, or all of this node's together, had"
+        " this multiple of its size: docs/sizing.md. Not told while it would rest on too few samples.",
+        (_SIZE_OF, _SIZE),
+        lambda stats: [
+            ((of, size), number(ratio))
+            for of in _SIZE_OF.values
+            for size, ratio in nested(stats, "size_curve", "hit_ratio", of).items()
+            if ratio is not None
+        ],
+    )
+    for member, text in (
+        (
+            "samples",
+            "Sampled lookups that the estimates rest on; older than an hour they count half, and so on.",
+        ),
+        ("sampled_blocks", "Blocks that are sampled now."),
+    ):
+        name = f"kvstore_size_curve_{member}"
+        yield Metric(name, Kind.GAUGE, text, (), _single(member, "size_curve"))
+    yield Metric(
+        "kvstore_size_curve_lost_blocks_total",
+        Kind.COUNTER,
+        "Blocks of lookups and puts that the estimates leave out: too many came at once.",
+        (),
+        _single("lost_blocks", "size_curve"),
     )
 
 

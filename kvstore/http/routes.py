@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from kvstore.auth import Scope
-from kvstore.http import admin, batches, blocks, events, lookups, records, schemas
+from kvstore.http import admin, batches, blocks, events, lookups, records, schemas, sizes
 from kvstore.http.refusal import ErrorCode, Refused
 from kvstore.http.schema import Schema
 from kvstore.http.service import Call, HttpService
@@ -164,6 +164,14 @@ ROUTES: tuple[Route, ...] = (
         events.events,
         _READ,
         {"namespace": schemas.NAMESPACE, "timeout_s": schemas.TIMEOUT},
+    ),
+    Route(
+        "GET",
+        "/v1/size",
+        sizes.size,
+        _READ,
+        {"namespace": schemas.NAMESPACE},
+        result=schemas.ANY_OBJECT,
     ),
     Route("GET", "/v1/stats", admin.stats, _ADMIN, result=schemas.ANY_OBJECT),
     Route("GET", "/metrics", admin.metrics, _ADMIN),

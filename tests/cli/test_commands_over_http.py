@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from kvstore.auth import Scope
@@ -19,6 +20,17 @@ def run(store: StoreProcess, key: str, *words: str, stdin: bytes = b"") -> tuple
     environ = {**os.environ, "KVSTORE_API_KEY": key}
     done = subprocess.run(command, env=environ, input=stdin, capture_output=True, check=False)
     return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+def lookups_told(store: StoreProcess, key: str) -> int:
+    """Blocks looked up that a key's owner is told of, once there are some."""
+    until_s = time.monotonic() + 60
+    while True:
+        status, printed, _ = run(store, key, "size")
+        assert status == 1  # too few to tell
+        lookups: int = json.loads(printed)["lookups_blocks"]
+        if lookups or time.monotonic() > until_s:
+            return lookups
 
 
 def test_commands_use_the_key_of_the_environment_and_its_tenants_blocks(tmp_path: Path) -> None:
@@ -42,6 +54,7 @@ def test_commands_use_the_key_of_the_environment_and_its_tenants_blocks(tmp_path
         assert (status, json.loads(printed)["blocks"]) == (1, 0)
         status, printed, _ = run(store, two, "why", *NAMES, *piped, stdin=tokens)
         assert (status, json.loads(printed)["elsewhere"]) == (1, [])
+        assert lookups_told(store, one) == lookups_told(store, two) == 2
         for words in (["stats"], ["check"]):
             status, printed, complaint = run(store, one, *words)
             assert (status, printed) == (2, "")

@@ -15,6 +15,7 @@ from kvstore.layout import KVLayout, Part
 from kvstore.messages import (
     AdvanceEpoch,
     Answer,
+    AskSizes,
     ChainRef,
     Check,
     Commit,
@@ -126,6 +127,8 @@ REQUESTS: dict[str, Request] = {
     "demote": Demote(_TAIL, 50_000),
     "advance_epoch": AdvanceEpoch("org/model"),
     "list_namespaces": ListNamespaces(),
+    "ask_sizes": AskSizes(None),
+    "ask_sizes_of_namespace": AskSizes(_DIGEST),
     "erase_tenant": Erase(TenantId(bytes(range(32))), None),
     "erase_namespace": Erase(None, _DIGEST),
     "exists": Exists(KeySet(_DIGEST, (*_KEYS, _KEYS[0])), 50_000),

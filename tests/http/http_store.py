@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import struct
+import time
 from dataclasses import dataclass
 
 import aiohttp
@@ -15,6 +16,7 @@ from kvstore.http import HttpFace, Limits
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.manager import BlockManager
+from kvstore.size_curve import SizeCurve
 from kvstore.state import ManagerSettings
 from kvstore_tiers.dram import DramTier
 from tests.record_kit import memory_records
@@ -160,7 +162,14 @@ async def http_store(
     """Run a store with a face; afterwards nothing may be held by anyone, and every invariant holds."""
     dram = DramTier(capacity_bytes=blocks * BLOCK_BYTES)
     records = memory_records(quota_bytes=record_quota_bytes)
-    manager = BlockManager(dram, lower, settings=ManagerSettings(timeout_s=5.0, lease_s=lease_s, **settings))
+    manager = BlockManager(
+        dram,
+        lower,
+        settings=ManagerSettings(timeout_s=5.0, lease_s=lease_s, **settings),
+        new_size_curve=lambda limit_bytes: SizeCurve(
+            multipliers=(1, 3, 5, 7), limit_bytes=limit_bytes, clock=time.monotonic
+        ),
+    )
     face = HttpFace(
         manager,
         dram,

@@ -18,6 +18,7 @@ import msgpack
 from kvstore.keys import PrefixChain
 from kvstore.layout import Part
 from kvstore.messages import (
+    AskSizes,
     ChainRef,
     Check,
     Commit,
@@ -81,6 +82,7 @@ def requests(choose: random.Random) -> list[Request]:
         Why(about, time_us),
         Demote(ChainRef(_FUZZED, None), time_us),
         ListNamespaces(),
+        AskSizes(choose.choice((None, chain.namespace))),
         Exists(KeySet(chain.namespace, chain.keys), time_us),
         LeaseChain(about, time_us),
         MatchAndLease(about, time_us),

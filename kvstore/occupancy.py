@@ -1,0 +1,28 @@
+"""What each tier of a store holds, and how the tiers below the top do."""
+
+from collections.abc import Mapping
+
+from kvstore.state import State
+from kvstore.tier import CountingTier
+
+
+def occupancies(state: State, queue_lengths: Mapping[str, int]) -> dict[str, dict[str, object]]:
+    """Return the occupancy of every tier, ready for JSON; ``queue_lengths`` are blocks waiting for each."""
+    found: dict[str, dict[str, object]] = {}
+    for tier in state.all_tiers():
+        found[tier.name] = {
+            "medium": tier.medium.value,
+            "capacity_bytes": tier.capacity_bytes,
+            "used_bytes": tier.used_bytes,
+        }
+        if tier.name in state.policies:
+            found[tier.name]["blocks"] = len(state.policies[tier.name])
+    for lower in state.lower:
+        health = lower.health()
+        found[lower.name] |= {
+            "is_up": health.is_up,
+            "reason": health.reason,
+            "queued_blocks": queue_lengths.get(lower.name, 0),
+            "events": lower.counters if isinstance(lower, CountingTier) else {},
+        }
+    return found
