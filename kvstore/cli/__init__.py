@@ -29,6 +29,9 @@ COMMANDS = (
     Command("get", "kvstore.cli.block_commands", "fetch the longest stored prefix"),
     Command("match", "kvstore.cli.block_commands", "count the leading blocks that are stored"),
     Command("stats", "kvstore.cli.state_commands", "show a store's counters and occupancy"),
+    Command(
+        "top", "kvstore.cli.top_command", "watch a store: hit rates, occupancy, transfers, misses, faults"
+    ),
     Command("check", "kvstore.cli.state_commands", "verify a store's invariants and a sample of checksums"),
     Command(
         "why", "kvstore.cli.why_command", "explain block by block what is stored, and why the rest is not"
