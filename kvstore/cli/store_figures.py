@@ -244,13 +244,10 @@ def _down(stats: Stats) -> Iterator[tuple[str, str]]:
 def _faults(stats: Stats) -> Iterator[tuple[str, int]]:
     """Yield counts above 0 of what should not happen."""
     counted: list[tuple[str, object]] = [("overdue slots", stats.get("overdue_slots", 0))]
-    for tier, count in _counts(stats.get("corrupt_blocks")).items():
-        counted.append((f"{tier}: corrupt blocks", count))
-    for name, count in _counts(stats.get("write_drops_blocks")).items():
-        counted.append((f"writes dropped: {name}", count))
+    counted += [(f"{tier}: corrupt blocks", n) for tier, n in _counts(stats.get("corrupt_blocks")).items()]
+    counted += [(f"writes dropped: {why}", n) for why, n in _counts(stats.get("write_drops_blocks")).items()]
     for name, told in stats.get("transfers", {}).items():
-        for status, count in _counts(told.get("failures")).items():
-            counted.append((f"{name}: {status}", count))
+        counted += [(f"{name}: {status}", n) for status, n in _counts(told.get("failures")).items()]
     for place, events in _events(stats):
         counted += [(f"{place}: {_spoken(name)}", events.get(name, 0)) for name in _FAULT_EVENTS]
     server, http = stats.get("server", {}), stats.get("http", {})

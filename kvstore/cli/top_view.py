@@ -47,11 +47,16 @@ def show_live(watch: Watch, address: str, *, interval_s: float) -> None:
     def drawn() -> RenderableType:
         return view(watch, address, width=console.width, marks=marks, interval_s=interval_s)
 
-    with TerminalKeys() as keys, Live(drawn(), console=console, screen=True, auto_refresh=False) as live:
-        live.refresh()
-        while not keys.wait(interval_s, "qQ"):
-            watch.next()
-            live.update(drawn(), refresh=True)
+    live = Live(drawn(), console=console, screen=True, auto_refresh=False)
+    with TerminalKeys() as keys:
+        try:
+            # An interrupt while it starts would leave the terminal as Live has made it: it ends only itself.
+            live.start(refresh=True)
+            while not keys.wait(interval_s, "qQ"):
+                watch.next()
+                live.update(drawn(), refresh=True)
+        finally:
+            live.stop()
 
 
 class Marks:
