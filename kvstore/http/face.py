@@ -13,6 +13,7 @@ from kvstore.http.dispatch import Dispatcher
 from kvstore.http.limits import Limits
 from kvstore.http.listener import Listener, full_answer
 from kvstore.http.openapi import openapi_document
+from kvstore.http.page_files import page_files
 from kvstore.http.protocol import Protocol
 from kvstore.http.service import HttpService, name_answer
 from kvstore.manager import BlockManager
@@ -57,6 +58,7 @@ class HttpFace:
             server_stats=server_stats,
             gate_stats=self._doors.gate.counters.as_dict,
             document=openapi_document(),
+            page=page_files(),
             records=records or RecordStore(None),
         )
         self._dispatcher = Dispatcher(self._service, self._doors.gate)

@@ -182,8 +182,9 @@ def _json_content(schema: Schema) -> Json:
 def _good(route: Route) -> Json:
     if route.result is not None:
         return {"description": "Done.", "content": _json_content(route.result)}
-    if route.name == "metrics":
-        return {"description": "Prometheus text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+    if route.content:
+        text = "Prometheus text." if route.name == "metrics" else "The file."
+        return {"description": text, "content": {route.content: {"schema": {"type": "string"}}}}
     response: Json = {"description": "The payload."}
     if route.name == "fetch":
         response["description"] = f"{_FRAMED} {_FETCH_HEAD}"
