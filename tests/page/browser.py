@@ -7,6 +7,8 @@ import shutil
 
 import pytest
 
+_WAIT_S = 45
+
 
 def obstacle():
     """Why no browser can be started here; empty if one can."""
@@ -51,6 +53,7 @@ def browser(*, width=1000, height=900, dark=False):
                 "Emulation.setDeviceMetricsOverride",
                 {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600},
             )
+            driver.execute_cdp_cmd("Emulation.setFocusEmulationEnabled", {"enabled": True})
             scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
             driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
             yield driver
@@ -95,6 +98,6 @@ def wait_for(driver, condition, what="what was waited for"):
     from selenium.webdriver.support.ui import WebDriverWait
 
     seen = lambda _: condition() or False  # noqa: E731
-    return WebDriverWait(driver, 90, poll_frequency=0.1).until(
+    return WebDriverWait(driver, _WAIT_S, poll_frequency=0.1).until(
         seen, f"{what}: {json.dumps(text_of(driver, 'body'))[:2000]}"
     )

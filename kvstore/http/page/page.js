@@ -197,7 +197,7 @@ function chart(place, label, lines, { top, tell }) {
   state.history.forEach((sample, at) => {
     if (!sample.stats) svg.append(draw("rect", { class: "away", x: x(at) - step / 2, y: above, width: step, height: height - above - bottom }));
   });
-  for (const { name, series, values } of [...lines].reverse()) {
+  for (const { name, series, values } of lines) {
     svg.append(draw("path", { class: `curve series-${series}`, d: pathOf(values, x, y), "data-name": name }));
   }
   if (times.length) {
@@ -252,13 +252,15 @@ function showHits(sample) {
 }
 
 function showOccupancy({ stats }) {
-  const rows = Object.entries(stats.tiers || {}).map(([name, told]) => {
+  bodyOf("occupancy").replaceChildren(...Object.entries(stats.tiers || {}).map(([name, told]) => {
     const part = told.capacity_bytes ? told.used_bytes / told.capacity_bytes : null;
-    const text = part === null ? `${size(told.used_bytes || 0)}, no limit of its own` : `${percent(part)}: ${size(told.used_bytes)} of ${size(told.capacity_bytes)}`;
-    const picture = part === null ? "" : bar(part, `${name} ${text}`, told.is_up === false ? "problem" : "");
-    return [name, picture, text, told.blocks === undefined ? "–" : whole(told.blocks), whole(told.queued_blocks || 0)];
-  });
-  bodyOf("occupancy").replaceChildren(table("now", ["tier", "", "used", "blocks", "queued"], rows));
+    const text = part === null ? "no limit of its own" : `${percent(part)}: ${size(told.used_bytes)} of ${size(told.capacity_bytes)}`;
+    const notes = [told.blocks === undefined ? "" : `${whole(told.blocks)} blocks`, told.queued_blocks === undefined ? "" : `${whole(told.queued_blocks)} queued`];
+    return make("div", { class: "item", "data-tier": name },
+      make("p", { class: "between" }, make("strong", {}, name), make("span", {}, text)),
+      part === null ? null : bar(part, `${name} ${text}`, told.is_up === false ? "problem" : ""),
+      make("p", { class: "note" }, notes.filter(Boolean).join(", ")));
+  }));
 }
 
 function showTransfers(sample) {
@@ -325,6 +327,7 @@ async function turn() {
   // Another turn was begun meanwhile, with another key perhaps: its answer counts.
   if (number !== state.turns) return;
   if (failure === null) {
+    if (state.before === null) listNamespaces();
     state.history.push(sampleOf(stats, performance.now()));
     [state.isRefused, state.awaySince] = [false, null];
     byId("key-form").hidden = !state.key;
@@ -353,7 +356,6 @@ function away(error) {
 }
 
 async function listNamespaces() {
-  if (state.isRefused) return;
   try {
     const { namespaces } = await ask("v1/admin/namespaces");
     byId("namespaces").replaceChildren(...namespaces.filter((space) => space.digest).map((space) => {
@@ -439,6 +441,6 @@ byId("pause").addEventListener("click", () => {
   }
 });
 byId("why-form").addEventListener("submit", askWhy);
-byId("namespace").addEventListener("focus", listNamespaces);
+byId("namespace").addEventListener("focus", () => state.isRefused || listNamespaces());
 window.addEventListener("resize", show);
 turn();
