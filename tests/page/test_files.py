@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from kvstore.cli import store_figures
 from kvstore.http.page_files import page_files
 from tests.http.http_store import http_store
 from tests.http.keyed_store import keyed_store
@@ -134,3 +135,10 @@ def test_every_id_that_the_script_asks_for_is_on_the_page():
 
     assert asked <= {attributes.get("id") for _, attributes in TAGS}
     assert len(asked) > 10
+
+
+@pytest.mark.parametrize("name", ["FAULT_EVENTS", "SERVER_FAULTS", "HTTP_FAULTS"])
+def test_the_page_and_top_take_the_same_counts_for_faults(name):
+    (listed,) = re.findall(rf"const {name} = \[(.*?)\];", TEXTS["page.js"])
+
+    assert tuple(re.findall(r'"(\w+)"', listed)) == getattr(store_figures, f"_{name}")

@@ -230,7 +230,7 @@ const chartOf = (section) => byId(section).querySelector(".chart");
 function showFaults({ stats }) {
   const [down, faults] = [downOf(stats), faultsOf(stats)];
   const parts = down.map(([name, why]) => make("p", { class: "bad" }, `${name} is down: ${why}`));
-  if (!down.length && !faults.length) parts.push(make("p", { class: "good" }, "None: every tier is up."));
+  if (!down.length) parts.push(make("p", { class: "good" }, faults.length ? "Every tier is up." : "None: every tier is up."));
   if (faults.length) {
     parts.push(table("since the start of the store", ["what", "count"], faults.map(([name, count]) => [name, whole(count)])));
   }
