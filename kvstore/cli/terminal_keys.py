@@ -22,9 +22,9 @@ class TerminalKeys:
 
     def __enter__(self) -> Self:
         if sys.stdin.isatty():
-            self._fd = sys.stdin.fileno()
-            self._settings = termios.tcgetattr(self._fd)
-            tty.setcbreak(self._fd)
+            fd = sys.stdin.fileno()
+            self._fd, self._settings = fd, termios.tcgetattr(fd)
+            tty.setcbreak(fd)
         return self
 
     def __exit__(

@@ -96,7 +96,9 @@ def photograph(driver, name: str, *, width: int, is_dark: bool) -> None:
         time.sleep(2.5)
         height = driver.execute_script("return document.documentElement.scrollHeight")
     with Image.open(io.BytesIO(driver.get_screenshot_as_png())) as picture:
-        picture.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(IMAGES / name, optimize=True)
+        picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+            IMAGES / name, optimize=True
+        )
 
 
 def draw_top(watch: Watch) -> None:

@@ -188,11 +188,7 @@ function chart(place, label, lines, { top, tell }) {
   const x = (at) => left + (width - 2 * left) * (times.length < 2 ? 1 : at / (times.length - 1));
   const y = (value) => above + (height - above - bottom) * (1 - value / top);
   const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": label });
-  for (const part of [0, 0.5, 1]) {
-    const at = y(part * top);
-    svg.append(draw("line", { class: "axis", x1: left, x2: width - left, y1: at, y2: at }));
-    if (part) svg.append(draw("text", { x: left + 2, y: at - 3 }, tell(part * top)));
-  }
+  for (const part of [0, 0.5, 1]) svg.append(draw("line", { class: "axis", x1: left, x2: width - left, y1: y(part * top), y2: y(part * top) }));
   const step = (width - 2 * left) / Math.max(1, times.length - 1);
   state.history.forEach((sample, at) => {
     if (!sample.stats) svg.append(draw("rect", { class: "away", x: x(at) - step / 2, y: above, width: step, height: height - above - bottom }));
@@ -200,6 +196,7 @@ function chart(place, label, lines, { top, tell }) {
   for (const { name, series, values } of lines) {
     svg.append(draw("path", { class: `curve series-${series}`, d: pathOf(values, x, y), "data-name": name }));
   }
+  for (const part of [0.5, 1]) svg.append(draw("text", { x: left + 2, y: y(part * top) - 3 }, tell(part * top)));
   if (times.length) {
     svg.append(draw("text", { x: left, y: height - 4 }, clock(times[0])));
     svg.append(draw("text", { x: width - left, y: height - 4, "text-anchor": "end" }, clock(times.at(-1))));
