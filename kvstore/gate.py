@@ -1,8 +1,9 @@
 """Gate: who may call, decided from what a request shows, before any of its body is read.
 
 With a keyring every caller needs a key. Without one the port is on loopback and every caller is the operator,
-except what web pages could send through a browser of the same machine: requests with an Origin, or to a host
-that is neither an address nor localhost (a name of theirs that resolves to this machine).
+except what other web pages could send through a browser of the same machine: requests with an Origin that is
+not the server's own, which its page has, or to a host that is neither an address nor localhost (a name of
+theirs that resolves to this machine).
 """
 
 import ipaddress
@@ -120,11 +121,11 @@ class Gate:
 
     def _identify(self, shown: Shown) -> Identity:
         if self._keyring is None:
-            if not _is_of_no_web_page(shown):
+            if not _is_of_no_other_page(shown):
                 self.counters.forbidden += 1
                 raise Forbidden(
-                    "request: has an Origin, or a Host that is neither an address nor localhost: where there"
-                    " are no API keys, a web page may have sent it: call the server by its address"
+                    "request: has another Origin, or a Host that is neither an address nor localhost: where"
+                    " there are no API keys, a web page may have sent it: call the server by its address"
                 )
             return LOCAL
         key = _bearer(shown.authorization)
@@ -167,9 +168,14 @@ def _bearer(authorization: Sequence[str]) -> str | None:
     return key if scheme.lower() == "bearer" and key else None
 
 
-def _is_of_no_web_page(shown: Shown) -> bool:
-    if shown.origin or len(shown.host) > 1:
+def _is_of_no_other_page(shown: Shown) -> bool:
+    if len(shown.host) > 1:
         return False
+    if shown.origin:
+        # Browsers write both, pages can choose neither: the same address and port are this server's own page.
+        own = [f"{scheme}://{host}" for scheme in ("http", "https") for host in shown.host]
+        if len(shown.origin) > 1 or shown.origin[0] not in own:
+            return False
     # HTTP/1.0 needs no Host; no browser leaves it out.
     return not shown.host or _is_own_name(shown.host[0])
 

@@ -243,9 +243,12 @@ def read_reports(answer: HttpAnswer) -> list[BlockReport]:
 def read_namespaces(answer: HttpAnswer) -> list[Namespace]:
     """Return the namespaces that were listed."""
     try:
+        listed = [
+            {**item, "layout": KVLayout(**item["layout"])} for item in _list(answer.json(), "namespaces")
+        ]
+        # The digest is that with the salt, which is not told.
         return [
-            Namespace(**{**item, "layout": KVLayout(**item["layout"])})
-            for item in _list(answer.json(), "namespaces")
+            Namespace(**{name: value for name, value in item.items() if name != "digest"}) for item in listed
         ]
     except MALFORMED as error:
         raise ProtocolMismatch("http: a namespace is malformed") from error

@@ -34,6 +34,9 @@ COMMANDS = (
         "kvstore.cli.size_command",
         "estimate the hit rate that a store would have with more or less room",
     ),
+    Command(
+        "top", "kvstore.cli.top_command", "watch a store: hit rates, occupancy, transfers, misses, faults"
+    ),
     Command("check", "kvstore.cli.state_commands", "verify a store's invariants and a sample of checksums"),
     Command(
         "why", "kvstore.cli.why_command", "explain block by block what is stored, and why the rest is not"

@@ -11,6 +11,12 @@ from kvstore.server_address import parse_http_address
 
 def add_store_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --store, --timeout and --json."""
+    add_address_arguments(parser, timed="the command")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object on stdout")
+
+
+def add_address_arguments(parser: argparse.ArgumentParser, *, timed: str) -> None:
+    """Add --store and --timeout, which is the time for what ``timed`` says."""
     parser.add_argument(
         "--store",
         metavar="ADDRESS",
@@ -22,9 +28,8 @@ def add_store_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         type=float,
         default=10.0,
-        help="time for the command (default: %(default)g)",
+        help=f"time for {timed} (default: %(default)g)",
     )
-    parser.add_argument("--json", action="store_true", help="end with one JSON object on stdout")
 
 
 def connected(args: argparse.Namespace) -> KVStore:

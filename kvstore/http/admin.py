@@ -46,6 +46,7 @@ async def namespaces(call: Call) -> web.StreamResponse:
     for space in call.service.manager.namespaces()[-_MAX_LISTED_NAMESPACES:]:
         told = asdict(space)
         del told["tenant_salt"]
+        told["digest"] = space.digest.hex()
         listed.append(told)
     return json_answer({"namespaces": listed})
 

@@ -15,6 +15,7 @@ from kvstore.http.dispatch import Dispatcher
 from kvstore.http.limits import Limits
 from kvstore.http.listener import Listener, full_answer
 from kvstore.http.openapi import openapi_document
+from kvstore.http.page_files import page_files
 from kvstore.http.protocol import Protocol
 from kvstore.http.service import HttpService, name_answer
 from kvstore.manager import BlockManager
@@ -61,6 +62,7 @@ class HttpFace:
             server_stats=server_stats,
             gate_stats=self._doors.gate.counters.as_dict,
             document=openapi_document(),
+            page=page_files(),
             records=records or RecordStore(None),
             feed=feed or EventFeed(manager),
             access_log=access_log,

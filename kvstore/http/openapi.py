@@ -182,11 +182,12 @@ def _json_content(schema: Schema) -> Json:
 def _good(route: Route) -> Json:
     if route.result is not None:
         return {"description": "Done.", "content": _json_content(route.result)}
-    if route.name == "metrics":
-        return {"description": "Prometheus text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
     if route.name == "events":
         events = {"text/event-stream": {"schema": {"type": "string"}}}
         return {"description": "Server-sent events, until timeout_s has passed.", "content": events}
+    if route.content:
+        text = "Prometheus text." if route.name == "metrics" else "The file."
+        return {"description": text, "content": {route.content: {"schema": {"type": "string"}}}}
     response: Json = {"description": "The payload."}
     if route.name == "fetch":
         response["description"] = f"{_FRAMED} {_FETCH_HEAD}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from kvstore.auth import Scope
-from kvstore.http import admin, batches, blocks, events, lookups, records, schemas, sizes
+from kvstore.http import admin, batches, blocks, events, lookups, page_files, records, schemas, sizes
 from kvstore.http.refusal import ErrorCode, Refused
 from kvstore.http.schema import Schema
 from kvstore.http.service import Call, HttpService
@@ -26,7 +26,8 @@ class Route:
 
     ``scope`` None: any caller that is known may send it. ``parameters`` are schemas of what the path and the
     query hold; ``body`` that of a JSON body; ``takes_payload``: the operation reads the body itself.
-    ``result`` is the schema of a JSON answer (None: no JSON), ``statuses`` are those of good answers.
+    ``result`` is the schema of a JSON answer (None: no JSON), ``content`` the type of an answer in text,
+    ``statuses`` are those of good answers.
     """
 
     method: str
@@ -37,6 +38,7 @@ class Route:
     body: Schema | None = None
     takes_payload: bool = False
     result: Schema | None = None
+    content: str = ""
     statuses: tuple[int, ...] = (200,)
     is_public: bool = False
 
@@ -78,6 +80,9 @@ ROUTES: tuple[Route, ...] = (
     Route(
         "GET", "/readyz", admin.readiness, result=schemas.STATUS_ANSWER, statuses=(200, 503), is_public=True
     ),
+    Route("GET", "/ui", page_files.page, content="text/html", is_public=True),
+    Route("GET", "/ui/page.css", page_files.page_style, content="text/css", is_public=True),
+    Route("GET", "/ui/page.js", page_files.page_script, content="text/javascript", is_public=True),
     Route("GET", "/openapi.json", admin.openapi, result=schemas.ANY_OBJECT),
     Route("GET", "/v1/identity", lookups.identity, result=schemas.IDENTITY_ANSWER),
     Route(
@@ -174,7 +179,7 @@ ROUTES: tuple[Route, ...] = (
         result=schemas.ANY_OBJECT,
     ),
     Route("GET", "/v1/stats", admin.stats, _ADMIN, result=schemas.ANY_OBJECT),
-    Route("GET", "/metrics", admin.metrics, _ADMIN),
+    Route("GET", "/metrics", admin.metrics, _ADMIN, content="text/plain"),
     Route("GET", "/v1/admin/namespaces", admin.namespaces, _ADMIN, result=schemas.NAMESPACES_ANSWER),
     Route("POST", "/v1/admin/flush", admin.flush, _ADMIN, body=schemas.FLUSH, result=schemas.FLUSH_ANSWER),
     Route("POST", "/v1/admin/check", admin.check, _ADMIN, body=schemas.CHECK, result=schemas.CHECK_ANSWER),

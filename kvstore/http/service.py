@@ -83,6 +83,7 @@ class HttpService:
     body_room: BodyRoom = field(init=False)
     pool: ThreadPoolExecutor = field(init=False)
     document: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
+    page: Mapping[str, bytes] = field(default_factory=dict)
     is_open: bool = False
     is_draining: bool = False
 

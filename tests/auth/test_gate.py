@@ -103,8 +103,16 @@ def test_without_keys_a_host_that_is_an_address_or_localhost_is_let_in(host):
 @pytest.mark.parametrize(
     "shown",
     [
-        Shown(host=HOST, origin=("http://127.0.0.1:8470",)),
+        Shown(host=HOST, origin=("http://127.0.0.1:8471",)),
+        Shown(host=HOST, origin=("http://127.0.0.1",)),
+        Shown(host=HOST, origin=("http://localhost:8470",)),
+        Shown(host=HOST, origin=("http://attacker.example",)),
         Shown(host=HOST, origin=("null",)),
+        Shown(host=HOST, origin=("",)),
+        Shown(host=HOST, origin=("http://127.0.0.1:8470", "http://127.0.0.1:8470")),
+        Shown(host=(), origin=("http://127.0.0.1:8470",)),
+        Shown(host=(), origin=("http://",)),
+        Shown(host=("attacker.example",), origin=("http://attacker.example",)),
         Shown(host=("attacker.example:8470",)),
         Shown(host=("localhost.attacker.example",)),
         Shown(host=("127.0.0.1.attacker.example",)),
@@ -115,6 +123,12 @@ def test_without_keys_a_host_that_is_an_address_or_localhost_is_let_in(host):
 def test_without_keys_what_a_web_page_could_send_is_refused(shown):
     with pytest.raises(Forbidden, match="a web page may have sent it"):
         gate(None).admit(shown, Scope.READ)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8470", "localhost:8470", "[::1]:8470"])
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_without_keys_the_servers_own_page_is_let_in(host, scheme):
+    assert gate(None).admit(Shown(host=(host,), origin=(f"{scheme}://{host}",)), Scope.READ) is LOCAL
 
 
 def test_with_keys_a_name_of_the_server_is_let_in():

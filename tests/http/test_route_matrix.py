@@ -14,7 +14,8 @@ from kvstore.keys import Namespace
 from tests.http.http_store import BLOCK_BYTES, LAYOUT, framed, hex_keys, http_store, layout_fields, payload
 from tests.http.keyed_store import KEYRING, key_of, keyed_store
 
-OPEN_TO_ALL = {("GET", "/healthz"), ("GET", "/readyz")}
+PAGE = {("GET", "/ui"), ("GET", "/ui/page.css"), ("GET", "/ui/page.js")}
+OPEN_TO_ALL = {("GET", "/healthz"), ("GET", "/readyz"), *PAGE}
 GUARDED = [route for route in ROUTES if not route.is_public]
 ALL = tuple(Scope)
 LEASE = "0" * 32
@@ -105,7 +106,7 @@ def code_of(route, answer):
     return None if route.method == "HEAD" else answer.code
 
 
-def test_only_health_is_open_to_all():
+def test_only_health_and_the_page_without_data_are_open_to_all():
     assert {(route.method, route.path) for route in ROUTES if route.is_public} == OPEN_TO_ALL
 
 
@@ -131,7 +132,7 @@ def test_every_route_about_blocks_needs_read_or_write_and_names_a_namespace_or_a
 
 @pytest.mark.parametrize("route", [route for route in ROUTES if route.is_public], ids=name_of)
 @pytest.mark.parametrize("key", [None, "kvs_bad"])
-async def test_health_needs_no_key(store, route, key):
+async def test_what_is_open_to_all_needs_no_key(store, route, key):
     assert (await ask(store, key, route, OURS)).status == 200
 
 
@@ -227,7 +228,10 @@ async def test_a_body_is_not_read_before_its_sender_is_known(store, route):
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/nothing", "/v1/admin", "/v1/blocks/x"])
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/v1", "/v1/nothing", "/v1/admin", "/v1/blocks/x", "/ui/", "/ui/x", "/ui/page.py", "/ui/..%2f"],
+)
 async def test_there_is_nothing_beside_the_table(store, method, path):
     async with store.client() as client:
         answer = await client.ask(method, path)

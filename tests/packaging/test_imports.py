@@ -18,6 +18,7 @@ HEAVY = {
     "tokenizers",
     "safetensors",
     "jinja2",
+    "rich",
 }
 LIGHT = [
     "kvstore",
