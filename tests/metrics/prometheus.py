@@ -27,7 +27,7 @@ def obstacle():
         return "helm/ is not beside the tests"
     missing = [name for name in ("promtool", "prometheus") if binary(name) is None]
     return (
-        f"no {missing[0]}: apt-get install prometheus, or scripts/test-tools with network" if missing else ""
+        f"no {missing[0]}: apt-get install prometheus, or scripts/test-tools" if missing else ""
     )
 
 
