@@ -215,8 +215,11 @@ class AccessLog:
         """Write the oldest requests that nothing was heard of since ``before_s``."""
         while self._open and self._open[0].latest_s <= before_s:
             self._write(self._open.popleft())
-        if not self._open:
-            self._by_client.clear()
+        for client, theirs in list(self._by_client.items()):
+            while theirs and theirs[0].latest_s <= before_s:
+                theirs.popleft()
+            if not theirs:
+                del self._by_client[client]
 
     def _pause(self) -> None:
         if not self._is_ending.is_set():

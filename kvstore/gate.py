@@ -119,6 +119,13 @@ class Gate:
         self.counters.admitted += 1
         return identity
 
+    def still_admits(self, shown: Shown, identity: Identity) -> bool:
+        """Whether the key that a request under way has shown is known as the same caller's now."""
+        if self._keyring is None:
+            return True
+        key = _bearer(shown.authorization)
+        return key is not None and self._keyring().identify(key) == identity
+
     def _identify(self, shown: Shown) -> Identity:
         if self._keyring is None:
             if not _is_of_no_other_page(shown):

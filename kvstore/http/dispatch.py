@@ -7,6 +7,7 @@ may, how much it has under way, what it says. Only then is its body read, and on
 import logging
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import cast
 
 from aiohttp import web
@@ -72,7 +73,8 @@ class Dispatcher:
                 "server: stopping" if service.is_draining else "server: starting: its tiers are being opened",
                 headers={"Retry-After": "1", "Connection": "close"},
             )
-        caller = service.callers.get(self._gate.admit(_shown(request), route.scope))
+        shown = _shown(request)
+        caller = service.callers.get(self._gate.admit(shown, route.scope))
         peer.note_admitted()
         with caller.request():
             body = Body(request, service.limits, service.counters, service.body_room, service.clock)
@@ -80,7 +82,8 @@ class Dispatcher:
                 values = _parameters(route, path_values, request)
                 if route.body is not None:
                     values |= await _json_body(body, route.body, service.limits.max_json_bytes)
-                call = Call(service, request, caller, Values(values), body, peer)
+                is_admitted = partial(self._gate.still_admits, shown, caller.identity)
+                call = Call(service, request, caller, Values(values), body, peer, is_admitted)
                 del values
                 return await cast("Operation", route.operation)(call)  # what the table has for the others
             finally:

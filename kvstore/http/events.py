@@ -16,8 +16,13 @@ EVENTS_TYPE = "text/event-stream; charset=utf-8"
 _QUEUE_EVENTS = 4096
 """Events that wait for one client; what comes beyond that is lost to it, and it is told so."""
 
+_QUEUE_BLOCKS = 65_536
+"""Blocks in them: told at once they take the loop for some 20 ms."""
+
 _HEARTBEAT_S = 5.0
 _LOOK_S = 0.25
+_ADMISSION_S = 1.0
+"""How often it is asked whether the client's key is still known: keyrings are looked at as often."""
 
 
 class Mailbox:
@@ -27,6 +32,7 @@ class Mailbox:
         self._call = call
         self._only = only
         self._waiting: deque[KvEvent] = deque()
+        self._num_blocks = 0
         self._num_lost = 0
         self.has_mail = asyncio.Event()
 
@@ -36,8 +42,10 @@ class Mailbox:
         for event in batch.events:
             if not self._is_theirs(event.namespace):
                 continue
-            if len(self._waiting) < _QUEUE_EVENTS:
+            num_blocks = self._num_blocks + len(event.keys)
+            if len(self._waiting) < _QUEUE_EVENTS and num_blocks <= _QUEUE_BLOCKS:
                 self._waiting.append(event)
+                self._num_blocks = num_blocks
             else:
                 self._num_lost += len(event.keys)
         if self._waiting or self._num_lost:
@@ -56,6 +64,7 @@ class Mailbox:
         if self._num_lost:
             lines.append(f"event: lost\ndata: {json.dumps({'blocks': self._num_lost})}\n\n")
             self._num_lost = 0
+        self._num_blocks = 0
         while self._waiting:
             event = self._waiting.popleft()
             told = {"namespace": event.namespace.hex(), **event.as_map(HashForm.HEX)}
@@ -72,7 +81,7 @@ async def events(call: Call) -> web.StreamResponse:
     name_answer(call.request, response)
     mailbox = Mailbox(call, only)
     until_s = None if call.timeout_s is None else service.clock() + call.timeout_s
-    beat_s = service.clock() + _HEARTBEAT_S
+    beat_s, ask_s = service.clock() + _HEARTBEAT_S, service.clock() + _ADMISSION_S
     if call.request.method == "HEAD":
         return response
     with service.feed.listening(mailbox.take_in):
@@ -83,9 +92,15 @@ async def events(call: Call) -> web.StreamResponse:
             try:
                 async with asyncio.timeout(left_s):
                     await mailbox.has_mail.wait()
+                is_quiet = False
             except TimeoutError:
-                if service.clock() < beat_s:
-                    continue
+                is_quiet = service.clock() < beat_s
+            if service.clock() >= ask_s:
+                if not call.is_admitted():
+                    break
+                ask_s = service.clock() + _ADMISSION_S
+            if is_quiet:
+                continue
             # To a client that takes nothing this is never over, and its connection is ended for that.
             await response.write(mailbox.empty() or b": still here\n\n")
             beat_s = service.clock() + _HEARTBEAT_S

@@ -119,7 +119,10 @@ class HttpService:
 
 @dataclass(slots=True)
 class Call:
-    """One admitted request. ``values`` are its path's, its query's and its JSON body's, all checked."""
+    """One admitted request. ``values`` are its path's, its query's and its JSON body's, all checked.
+
+    ``is_admitted`` says whether its key is still known: for answers without end.
+    """
 
     service: HttpService
     request: web.BaseRequest
@@ -127,6 +130,7 @@ class Call:
     values: Values
     body: Body
     peer: Peer
+    is_admitted: Callable[[], bool]
 
     @property
     def identity(self) -> Identity:

@@ -93,6 +93,18 @@ def test_a_request_that_was_silent_for_long_has_ended(log):
     assert log.requests() == [[0], [0]]
 
 
+def test_requests_that_have_ended_are_not_kept_while_others_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(access_log_module, "_POLL_S", 60.0)
+    log = Log(tmp_path / "access.jsonl")
+
+    for client in range(100):
+        log.note(Access.LOOK, chain(1, 2), client=client)
+        log.log._work()
+
+    assert len(log.log._by_client) <= 11  # a client a second, and a request ends after 10 s
+    assert len(log.requests()) == 100
+
+
 def test_of_the_parts_of_a_block_the_first_counts(log):
     for start in (0, 4):
         log.note(Access.LOOK, chain(1), client=start, part=Part(0, 8, start, start + 4))

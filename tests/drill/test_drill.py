@@ -191,3 +191,5 @@ def test_every_kind_is_described_in_the_documentation() -> None:
 
     rows = [f"| `{fault.name}` | {fault.description} |" for fault in all_faults()]
     assert [row for row in rows if row not in text] == []
+    readme = (DOCUMENT.parents[1] / "README.md").read_text(encoding="utf-8")
+    assert f"of a store in {len(rows)} ways" in readme

@@ -31,9 +31,9 @@ KEYRING = Keyring(
 
 
 @contextlib.asynccontextmanager
-async def keyed_store(*lower, max_failures=1_000_000, tls=None, **options):
+async def keyed_store(*lower, max_failures=1_000_000, tls=None, keyring=lambda: KEYRING, **options):
     doors = Doors(
-        keyring=lambda: KEYRING,
+        keyring=keyring,
         tenancy=Tenancy([PUBLIC_MODEL]),
         tls=tls,
         failures=FailureLimit(burst=max_failures),

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from kvstore.auth import Scope
+from kvstore.auth import Keyring, Scope
 from kvstore.event_feed import EventBatch, EventFeed
-from kvstore.http.events import _QUEUE_EVENTS, Mailbox
+from kvstore.http.events import _QUEUE_BLOCKS, _QUEUE_EVENTS, Mailbox
 from kvstore.http.limits import Limits
 from kvstore.keys import Namespace
 from kvstore.kv_events import KvEvent
@@ -84,6 +84,18 @@ async def test_a_stream_may_be_of_one_namespace_and_ends_when_it_is_told_to():
             assert await asyncio.wait_for(next_event(), 30) is None
 
 
+async def test_a_stream_ends_when_its_key_is_removed():
+    keyrings = [KEYRING]
+    async with (
+        keyed_store(keyring=lambda: keyrings[-1]) as store,
+        store.client(key_of("acme", Scope.READ)) as client,
+        stream(client) as next_event,
+    ):
+        keyrings.append(Keyring(bytes(range(32)), []))
+
+        assert await asyncio.wait_for(next_event(), 30) is None
+
+
 async def test_a_foreign_namespace_has_no_stream():
     async with keyed_store() as store, store.client(key_of("acme", Scope.READ)) as client:
         answer = await client.get(f"/v1/events?namespace={THEIRS.digest.hex()}")
@@ -151,6 +163,19 @@ def test_a_client_that_does_not_read_loses_events_and_is_told_how_many_blocks(ev
     assert told.startswith('event: lost\ndata: {"blocks": 11}\n\n')
     assert told.count("BlockStored") == _QUEUE_EVENTS
     assert mailbox.empty() == b""
+
+
+def test_what_waits_for_a_client_is_bounded_in_blocks_too():
+    mailbox = Mailbox(Admitting(), None)
+    keys = OURS.chain(list(range(4))).keys * 512
+    event = KvEvent(True, "CPU", OURS.digest, keys, None, 4)
+
+    for _ in range(_QUEUE_BLOCKS // 512 + 2):
+        mailbox.take_in(EventBatch([event]))
+
+    assert mailbox.empty().decode().startswith('event: lost\ndata: {"blocks": 1024}\n\n')
+    mailbox.take_in(EventBatch([event]))
+    assert mailbox.empty().decode().startswith("data: ")
 
 
 async def test_a_client_that_stops_reading_is_dropped_and_the_feed_forgets_it():

@@ -107,10 +107,12 @@ def identify(
     hash_tokens = int(getattr(kv_cache_config, "hash_block_size", None) or block_tokens)
     if block_tokens % hash_tokens:
         raise NotNameable(f"blocks of {block_tokens} tokens are hashed by {hash_tokens}")
+    order = getattr(kv_cache_config, "kv_cache_layout", None)
+    if not order:
+        raise NotNameable("vLLM does not say in which order the bytes of its KV cache lie")
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         page_bytes = _page_bytes(group)
-        name = f"vllm:{getattr(kv_cache_config, 'kv_cache_layout', None) or 'unnamed'}"
         try:
             layout = KVLayout(
                 dtype="uint8",
@@ -119,7 +121,7 @@ def identify(
                 num_kv_heads=num_ranks,
                 head_dim=max(1, sum(page_bytes.values()) // block_tokens),
                 kv_planes=1,
-                order=name,
+                order=f"vllm:{order}",
             )
         except InvalidLayout as error:
             raise NotNameable(f"{error}: lower vLLM's --block-size") from error

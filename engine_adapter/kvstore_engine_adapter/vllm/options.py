@@ -49,7 +49,7 @@ class ConnectorOptions:
         if self.store.startswith(("http://", "https://")):
             raise InvalidConfig(
                 f"kv_connector_extra_config: store is {self.store}: the connector uses the socket of the "
-                "store on its own node, such as unix:/run/kvstore/kv.sock"
+                "store on its own node, such as unix:/run/kvstore/kvstore.sock"
             )
         parse_address(self.store)
         if not 0 <= self.save_queue_bytes <= _MAX_QUEUE_BYTES:
@@ -79,6 +79,6 @@ class ConnectorOptions:
         if not given.get("store"):
             raise InvalidConfig(
                 'kv_connector_extra_config: no store: set "store" to the address of kvstore serve, '
-                "such as unix:/run/kvstore/kv.sock"
+                "such as unix:/run/kvstore/kvstore.sock"
             )
         return cls(**given)  # type: ignore[arg-type]  # checked above, one by one

@@ -143,6 +143,11 @@ def test_layers_of_an_unknown_kind_are_refused() -> None:
         identity(cache=kv_cache_config((FULL, MambaSpec(32, PAGE_BYTES))))
 
 
+def test_a_layout_that_is_not_told_is_refused() -> None:
+    with pytest.raises(NotNameable, match="in which order"):
+        identity(cache=kv_cache_config((FULL, FullAttentionSpec(32, PAGE_BYTES)), layout=""))
+
+
 def test_blocks_above_the_stores_limit_are_refused() -> None:
     with pytest.raises(NotNameable, match="--block-size"):
         identity(cache=kv_cache_config((FULL, FullAttentionSpec(32, 16 << 20))))
