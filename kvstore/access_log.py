@@ -39,6 +39,9 @@ _MAX_OPEN_REQUESTS = 1024
 _MAX_LOOKED_AT = 64
 """Requests of one client that an exchange is compared with, the latest ones."""
 
+_MAX_REQUEST_KEYS = 200_000
+"""Keys of one request, more than any context has: who goes on for ever begins another one."""
+
 _OPEN_S = 10.0
 """How long after its last exchange a request may still go on: an engine prefills between match and put."""
 
@@ -72,6 +75,7 @@ class _Exchange(NamedTuple):
 class _Request:
     """A request as far as it is known: the leading keys it named, and what it did last."""
 
+    client: int
     first_s: float
     latest_s: float
     namespace: NamespaceDigest
@@ -83,6 +87,8 @@ class _Request:
         """Whether an exchange belongs to this request and not to another one for the same blocks."""
         chain = exchange.chain
         if chain.namespace != self.namespace or exchange.at_s - self.latest_s > _OPEN_S:
+            return False
+        if len(self.keys) > _MAX_REQUEST_KEYS:
             return False
         if chain.start:
             is_known = chain.start <= len(self.keys) and self.keys[chain.start - 1] == chain.parent
@@ -204,22 +210,33 @@ class AccessLog:
         else:
             at_s = exchange.at_s
             begun = _Request(
-                at_s, at_s, chain.namespace, chain.block_tokens, exchange.access, list(chain.keys)
+                exchange.client,
+                at_s,
+                at_s,
+                chain.namespace,
+                chain.block_tokens,
+                exchange.access,
+                list(chain.keys),
             )
             theirs.append(begun)
             self._open.append(begun)
             if len(self._open) > _MAX_OPEN_REQUESTS:
-                self._write(self._open.popleft())
+                self._end_first()
 
     def _end_requests(self, before_s: float) -> None:
         """Write the oldest requests that nothing was heard of since ``before_s``."""
         while self._open and self._open[0].latest_s <= before_s:
-            self._write(self._open.popleft())
-        for client, theirs in list(self._by_client.items()):
-            while theirs and theirs[0].latest_s <= before_s:
-                theirs.popleft()
+            self._end_first()
+
+    def _end_first(self) -> None:
+        """Write the request that began first; nothing of it is kept, nor of a client without another."""
+        request = self._open.popleft()
+        theirs = self._by_client.get(request.client)
+        if theirs and theirs[0] is request:
+            theirs.popleft()
             if not theirs:
-                del self._by_client[client]
+                del self._by_client[request.client]
+        self._write(request)
 
     def _pause(self) -> None:
         if not self._is_ending.is_set():

@@ -2,7 +2,9 @@
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
+from typing import TypeVar
 
 from kvstore.policy.block_classes import new_class, trailing_class, used_class
 from kvstore.policy.cohorts import Block, Cohort, Cohorts, Lane
@@ -10,6 +12,8 @@ from kvstore.policy.hazard_state import STATE_VERSION, read_state
 from kvstore.policy.hazards import ClassPath, Hazards
 from kvstore.policy.protocol import NO_HINT, Hint, Offer
 from kvstore.tier import StorageKey
+
+T = TypeVar("T")
 
 _REBUILD_REQUESTS = 64
 """Requests after which what was seen changes what blocks are worth."""
@@ -19,6 +23,9 @@ _GHOSTS_PER_BLOCK = 8
 _MANY_GHOSTS = 524_288
 _MAX_OFFERED = 65_536
 """Blocks whose class is remembered between their offer and their coming."""
+
+_SLACK_BLOCKS = 1024
+"""How many more are forgotten at once when there are too many: to find a dict's first is not free."""
 
 _MAX_PRIORITY = 4
 _MAX_COST_STEPS = 6
@@ -57,6 +64,7 @@ class GittinsPolicy:
 
     def touch(self, blocks: Sequence[StorageKey], *, now_s: float, hint: Hint = NO_HINT) -> None:
         """Move the known blocks to cohorts of this use."""
+        self._cohorts.tidy()
         get, cohorts = self._blocks.get, self._cohorts
         fresh: dict[Lane, Cohort] = {}
         old: Cohort | None = None
@@ -100,6 +108,7 @@ class GittinsPolicy:
         turns = 2 if last is None else (last.turns & ~1) + 2 * (last.turns & 1)
         lane = self._lane(new_class(turns >> 1, known.count(None), hint), hint)
         for key, ghost in zip(offer.blocks, known, strict=True):
+            offered.pop(key, None)  # what is offered again comes behind what may be forgotten
             if ghost is None:
                 offered[key] = lane, turns
             else:
@@ -111,8 +120,10 @@ class GittinsPolicy:
             offered[key] = offered[key][0], offered[key][1] | 1
         if len(known) == 1 and parent is not None:
             parent.turns |= 1
-        while len(offered) > _MAX_OFFERED:
-            del offered[next(iter(offered))]
+        limit = max(_MAX_OFFERED, 2 * len(offer.blocks))
+        if len(offered) > limit:
+            for key in _too_many(offered, limit):
+                del offered[key]
 
     def insert(
         self,
@@ -267,10 +278,9 @@ class GittinsPolicy:
         return block
 
     def _bound_ghosts(self, now_s: float) -> None:
-        ghosts = self._ghosts
-        while len(ghosts) > self._ghost_limit:
-            ghost = ghosts.pop(next(iter(ghosts)))
-            self._cohorts.end(ghost.cohort, 1, now_s, is_use=False)
+        if len(self._ghosts) > self._ghost_limit:
+            for name in _too_many(self._ghosts, self._ghost_limit):
+                self._cohorts.end(self._ghosts.pop(name).cohort, 1, now_s, is_use=False)
 
     def _link(self, block: Block, parent: Block) -> None:
         self._unlink(block)
@@ -326,3 +336,8 @@ class GittinsPolicy:
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+
+def _too_many(known: Collection[T], limit: int) -> list[T]:
+    """Return the first ones of more than ``limit``: what is too many, and some more."""
+    return list(islice(known, len(known) - limit + min(_SLACK_BLOCKS, limit // 64)))

@@ -56,14 +56,14 @@ class Evidence:
         self._live[age] += num
         self._live_at_s[age] += num * at_s
 
-    def move(self, age: int, at_s: float, num: int) -> None:
-        """Such blocks have reached the next age."""
+    def move(self, age: int, to_age: int, at_s: float, num: int) -> None:
+        """Such blocks have reached a later age."""
         moment = num * at_s
         live, live_at_s = self._live, self._live_at_s
         live[age] -= num
-        live[age + 1] += num
+        live[to_age] += num
         live_at_s[age] -= moment
-        live_at_s[age + 1] += moment
+        live_at_s[to_age] += moment
 
     def end(self, age: int, at_s: float, num: int, *, now_s: float, is_use: bool) -> None:
         """Such blocks were used again, or forgotten. ``age`` is the one that they were moved to last."""

@@ -27,7 +27,7 @@ def load_class(where: str) -> Callable[..., Any]:  # Any: whatever the file has 
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script of the user's may end itself
         raise InvalidRequest(f"--policy {where}: {describe(error, path)}") from error
     found = getattr(module, name, None)
     if not isinstance(found, type):

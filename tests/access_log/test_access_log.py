@@ -155,6 +155,28 @@ def test_the_files_together_stay_below_their_size(tmp_path):
     assert read_trace(str(log.path)).requests < 100
 
 
+def test_nothing_is_kept_of_clients_whose_requests_were_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(access_log_module, "_MAX_OPEN_REQUESTS", 5)
+    log = Log(tmp_path / "access.jsonl")
+    for client in range(100):
+        log.note(Access.LOOK, chain(client), client=client)
+    log.log.close()
+
+    assert len(log.lines()) == 101
+    assert not log.log._by_client
+
+
+def test_a_request_that_never_ends_is_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(access_log_module, "_MAX_REQUEST_KEYS", 3)
+    log = Log(tmp_path / "access.jsonl")
+    whole = chain(*range(8))
+    for number in range(8):
+        log.note(Access.STORE, whole[number : number + 1])
+
+    assert log.requests() == [[0, 1, 2, 3]]
+    assert log.log.as_dict() == {"lines": 1, "dropped": 4}
+
+
 def test_a_file_that_is_there_is_gone_on_with(tmp_path):
     for _ in range(2):
         log = Log(tmp_path / "access.jsonl")

@@ -155,6 +155,16 @@ def test_bad_arguments_are_one_line(replay, arguments, said):
     assert "Traceback" not in err
 
 
+def test_a_policy_file_that_ends_itself_is_told(replay, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("raise SystemExit(0)\n")
+
+    status, out, err = replay("--policy", f"{path}:Mine")
+
+    assert (status, out) == (2, "")
+    assert "mine.py:1: SystemExit" in err
+
+
 def test_a_file_that_cannot_be_written_is_named(replay, tmp_path):
     status, _, err = replay("--policies", "lru", "--svg", str(tmp_path / "no" / "x.svg"))
 

@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 
+from kvstore import space
 from kvstore.keys import Namespace
 from kvstore.lease import LeaseTable
 from kvstore.miss import MissReason
@@ -312,3 +313,24 @@ def test_watching_the_deadlines_of_many_lent_slots_is_no_work_for_each():
         table.lend(owner, [Slot(number)], length_bytes=64, deadline_s=1e9 + number)
 
     assert len(sweeps) < 60_000
+
+
+async def test_others_have_their_turn_while_room_is_made_for_a_large_put(monkeypatch):
+    monkeypatch.setattr(space, "_STEP_BLOCKS", 4)
+    async with running(blocks=32) as store:
+        await store.put(SPACE.chain(range(128)))
+        num_turns = 0
+
+        async def take_turns():
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        others = asyncio.create_task(take_turns())
+        reserved = await store.manager.reserve(SPACE.chain(range(1000, 1080)), owner=store.owner)
+        others.cancel()
+        store.manager.return_slots([slot.slot for slot in reserved.slots], owner=store.owner)
+
+        assert len(reserved.slots) == 20
+        assert num_turns >= 20 // 4

@@ -4,7 +4,18 @@ import pytest
 
 from kvstore.config import load_config
 from kvstore.errors import InvalidConfig
-from kvstore.policy import POLICIES, Hint, LruPolicy, Offer, PolicyCache, gittins, policy_named, ranked
+from kvstore.policy import (
+    POLICIES,
+    GittinsPolicy,
+    Hint,
+    LruPolicy,
+    Offer,
+    PolicyCache,
+    cohorts,
+    gittins,
+    policy_named,
+    ranked,
+)
 from kvstore.tier import StorageKey
 
 
@@ -189,3 +200,46 @@ def test_offers_that_come_to_nothing_are_forgotten(monkeypatch):
 
     assert ghosts_of(policy) == 10
     assert len(policy) == 0
+
+
+def test_uses_alone_are_not_remembered_one_by_one(monkeypatch):
+    monkeypatch.setattr(cohorts, "_SPARE_EMPTY", 10)
+    policy = GittinsPolicy()
+    policy.insert([block(1), block(2)], size_bytes=1, now_s=0.0)
+
+    for _ in range(1000):
+        policy.touch([block(1), block(2)], now_s=0.5)
+
+    assert policy._cohorts._num_cohorts == sum(map(len, policy._cohorts._by_age)) <= 24
+
+
+def test_an_offer_of_any_length_competes(monkeypatch):
+    monkeypatch.setattr(gittins, "_MAX_OFFERED", 10)
+    policy = GittinsPolicy()
+    policy.insert([block(250)], size_bytes=1, now_s=0.0)
+    offer = Offer([block(number) for number in range(200)], 1)
+    policy.offer(offer._replace(blocks=offer.blocks[:150]), now_s=1.0)
+    policy.offer(offer, now_s=2.0)
+
+    named = list(policy.candidates(now_s=2.0, offer=offer))
+    policy.refuse(offer, now_s=2.0)
+
+    assert block(250) in named
+    assert len(policy) == 1
+
+
+def test_after_a_quiet_night_blocks_come_of_age_in_steps(monkeypatch):
+    monkeypatch.setattr(cohorts, "_MAX_MOVES", 7)
+    stepwise, at_once = GittinsPolicy(), GittinsPolicy()
+    for number in range(100):
+        for policy in (stepwise, at_once):
+            policy.insert([block(number)], size_bytes=1, now_s=number / 10)
+    for now_s in range(10, 20_000, 100):
+        list(at_once.candidates(now_s=float(now_s)))
+
+    orders = [list(stepwise.candidates(now_s=20_000.0)) for _ in range(20)]
+    ages = [[len(cohorts) for cohorts in policy._cohorts._by_age] for policy in (stepwise, at_once)]
+
+    assert all(sorted(order) == [block(number) for number in range(100)] for order in orders)
+    assert orders[-1] == list(at_once.candidates(now_s=20_000.0))
+    assert ages[0] == ages[1]
