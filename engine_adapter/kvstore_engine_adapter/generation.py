@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore_engine_adapter.load_policy import FREE_TIER
 from kvstore_engine_adapter.request_blocks import LoadedPrefix
 from kvstore_engine_adapter.sampling import SamplingParams
 
@@ -96,11 +95,11 @@ class RequestReport:
     preemptions: int = 0
     first_logits: npt.NDArray[np.float32] | None = None
 
-    def note_joined(self, tokens: int, *, is_all: bool) -> None:
-        """Count tokens that another request computed meanwhile; ``is_all`` if no full block is left."""
+    def note_joined(self, tokens: int, tier: str, *, is_all: bool) -> None:
+        """Count tokens of ``tier`` that came meanwhile; ``is_all`` if no full block is left."""
         self.matched_tokens += tokens
         self.found_tokens = max(self.found_tokens, self.matched_tokens)
-        self.tokens_by_tier[FREE_TIER] = self.tokens_by_tier.get(FREE_TIER, 0) + tokens
+        self.tokens_by_tier[tier] = self.tokens_by_tier.get(tier, 0) + tokens
         if is_all:
             self.miss_reason = None
 

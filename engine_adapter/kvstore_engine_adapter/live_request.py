@@ -1,6 +1,7 @@
 """LiveRequest: one request from its arrival to its end."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from kvstore_engine_adapter.generation import (
     RequestReport,
     Token,
 )
+from kvstore_engine_adapter.load_policy import FREE_TIER
 from kvstore_engine_adapter.request_blocks import LoadedPrefix, RequestBlocks
 from kvstore_engine_adapter.sampling import Sampler
 from kvstore_engine_adapter.scheduler import Phase, RequestView
@@ -27,7 +29,8 @@ class LiveRequest:
 
     ``tokens`` are those of prompt and answer, of which ``computed`` have their keys and values in ``blocks``
     (there while it is seated). ``chain`` names the full blocks of ``tokens``; ``published`` of them are
-    shared. ``short_since_s`` is set while it wants slots that are not to be had.
+    shared. ``late_tiers`` are the first block whose load was late and the tiers of those from it on.
+    ``short_since_s`` is set while it wants slots that are not to be had.
     """
 
     number: int
@@ -44,6 +47,7 @@ class LiveRequest:
     lookup: "asyncio.Task[LoadedPrefix] | None" = None
     computed: int = 0
     published: int = 0
+    late_tiers: tuple[int, tuple[str, ...]] = (0, ())
     seated_s: float = 0.0
     short_since_s: float | None = None
     is_computing: bool = False
@@ -109,23 +113,29 @@ class LiveRequest:
         """Take over what loading found."""
         self.computed = len(prefix.slots) * self.block_tokens
         self.published = len(prefix.slots)
+        self.late_tiers = (self.published, prefix.late_tiers)
         if self.is_first_prefill:
             self.report.note_prefix(prefix, self.block_tokens)
 
     def note_joined(self, blocks: int) -> None:
-        """Take over published blocks that a request beside this one computed."""
+        """Take over published blocks: a request beside this one computed them, or its own load was late."""
+        first, late = self.late_tiers
+        skipped = self.published - first
+        tiers = Counter(late[skipped : skipped + blocks])
+        tiers[FREE_TIER] += blocks - tiers.total()
         self.published += blocks
-        self._note_reused(blocks * self.block_tokens)
+        for tier, count in tiers.items():
+            self._note_reused(count * self.block_tokens, tier)
 
     def note_copied(self, tokens: int) -> None:
         """Take over tokens from a copy of a page of a request beside this one."""
-        self._note_reused(tokens)
+        self._note_reused(tokens, FREE_TIER)
 
-    def _note_reused(self, tokens: int) -> None:
+    def _note_reused(self, tokens: int, tier: str) -> None:
         self.computed += tokens
         if self.is_first_prefill and tokens:
             is_all = self.computed >= self.reusable_blocks * self.block_tokens
-            self.report.note_joined(tokens, is_all=is_all)
+            self.report.note_joined(tokens, tier, is_all=is_all)
 
     def publish(self) -> None:
         """Share the blocks that have filled up since the last call."""

@@ -50,7 +50,8 @@ class LoadedPrefix:
 
     ``tiers`` names each block's tier of origin; ``found_blocks`` were stored, of which the last ones may
     have been skipped or late; ``reason`` says why not all of the prompt's blocks were loaded. It took
-    ``seconds``, ``match_s`` of them to find out what is stored.
+    ``seconds``, ``match_s`` of them to find out what is stored. ``late_tiers`` names the tiers of those
+    behind, which were asked for and did not come in time: they may still come.
     """
 
     slots: tuple[Slot, ...] = ()
@@ -59,6 +60,7 @@ class LoadedPrefix:
     reason: str | None = None
     seconds: float = 0.0
     match_s: float = 0.0
+    late_tiers: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -141,7 +143,8 @@ class RequestBlocks:
         else:
             supply.policy.note_load(tiers, now_s - fetch_started_s)
         slots = self._hold([block.slot for block in fetched.blocks])
-        return LoadedPrefix(tuple(slots), tiers, match.blocks, reason, now_s - started_s, match_s)
+        late_tiers = tuple(match.tiers[len(slots) : worth])
+        return LoadedPrefix(tuple(slots), tiers, match.blocks, reason, now_s - started_s, match_s, late_tiers)
 
     def join(self, chain: PrefixChain) -> int:
         """Take the leading blocks of ``chain``, which follows the slots, that are in the top tier now."""

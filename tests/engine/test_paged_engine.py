@@ -206,7 +206,9 @@ async def test_a_load_that_comes_late_is_taken_over_where_prefill_has_come_to(ti
             await asyncio.sleep(0)
         store.let_go()
         found = await task
-    assert 0 < found[1].report.matched_tokens < 192
+    report = found[1].report
+    assert 0 < report.matched_tokens < 192
+    assert report.tokens_by_tier == {"memory": report.matched_tokens}
     assert_same_answer(found, cold[tuple(PROMPT)])
 
 

@@ -50,6 +50,13 @@ def test_each_broken_expectation_is_named(change: dict[str, object], expected: s
     assert expected in broken[0]
 
 
+def test_a_load_that_was_late_on_a_busy_machine_need_not_be_whole() -> None:
+    late = replace(HIT, matched_tokens=864, tiers={"dram": 864}, miss_reason="timed_out", ttft_s=1.0)
+    assert broken_of_tier("dram", replace(TRIAL, answer=late)) == []
+    assert broken_of_tier("dram", replace(TRIAL, answer=replace(late, matched_tokens=400))) != []
+    assert broken_of_tier("dram", replace(TRIAL, answer=replace(late, ttft_s=1.9))) != []
+
+
 def test_ssd_and_remote_need_only_a_third_of_the_time() -> None:
     answer = replace(HIT, ttft_s=0.5, tiers={"ssd": 992})
     assert broken_of_tier("ssd", replace(TRIAL, answer=answer)) == []

@@ -26,9 +26,7 @@ def obstacle():
     if not FILES.is_dir():
         return "helm/ is not beside the tests"
     missing = [name for name in ("promtool", "prometheus") if binary(name) is None]
-    return (
-        f"no {missing[0]}: apt-get install prometheus, or scripts/test-tools" if missing else ""
-    )
+    return f"no {missing[0]}: apt-get install prometheus, or scripts/test-tools" if missing else ""
 
 
 class Prometheus:

@@ -4,16 +4,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvstore.miss import MissReason
 from kvstore_engine_adapter.demo.replica import Answer
 
 MATCHED_RATIO = 0.9
 """Least share of the common prefix that must be reused, and come from the expected tier."""
+
+LATE_RATIO = 0.5
+"""The same where the load was late: the engine computes meanwhile, as it should on a busy machine."""
 
 MAX_LOGIT_DIFF = 1e-3
 """Largest difference of the first logits to those of a replica without a store."""
 
 SPEEDUP = {"vram": 5.0, "dram": 5.0, "ssd": 3.0, "remote": 3.0}
 """Least ratio of time to first token without a store to that with a hit in the tier."""
+
+LATE_SPEEDUP = 1.2
+"""The same where the load was late."""
 
 STOPPED_EXTRA_S = 1.0
 STOPPED_RATIO = 2.0
@@ -77,7 +84,8 @@ class Trial:
 
 def broken_of_tier(tier: str, trial: Trial) -> list[str]:
     """Return what did not hold for a hit in ``tier``, one line each."""
-    wanted = MATCHED_RATIO * trial.shared_tokens
+    was_late = trial.answer.miss_reason == MissReason.TIMED_OUT.value
+    wanted = (LATE_RATIO if was_late else MATCHED_RATIO) * trial.shared_tokens
     from_tier = trial.answer.tiers.get(tier, 0)
     broken = _broken_correctness(tier, trial)
     if trial.answer.matched_tokens < wanted:
@@ -87,10 +95,11 @@ def broken_of_tier(tier: str, trial: Trial) -> list[str]:
         )
     elif from_tier < wanted:
         broken.append(f"{tier}: {from_tier} tokens came from it, expected at least {wanted:.0f}")
-    if trial.speedup < SPEEDUP[tier]:
+    least_speedup = LATE_SPEEDUP if was_late else SPEEDUP[tier]
+    if trial.speedup < least_speedup:
         broken.append(
             f"{tier}: first token {trial.speedup:.1f} times sooner than without a store,"
-            f" expected {SPEEDUP[tier]:g} times"
+            f" expected {least_speedup:g} times"
         )
     return broken
 
