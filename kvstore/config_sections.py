@@ -174,7 +174,23 @@ class StoreConfig:
         1.0, Rule("Share of memory that one namespace may keep leased.", Kind.RATIO, 0.01, 1)
     )
     policy: str = _key(
-        "lru", Rule("Order in which blocks are evicted.", Kind.CHOICE, choices=("fifo", "lru"))
+        "gittins",
+        Rule(
+            "Which blocks are evicted first, and which are not even stored: docs/policies.md.",
+            Kind.CHOICE,
+            choices=(
+                "fifo",
+                "lru",
+                "lru-2",
+                "slru",
+                "arc",
+                "s3-fifo",
+                "sieve",
+                "w-tinylfu",
+                "lfu",
+                "gittins",
+            ),
+        ),
     )
     records_bytes: int = _key(
         256 * _MIB,
