@@ -14,6 +14,7 @@ from kvstore.erasing import Encryption
 from kvstore.errors import InvalidConfig
 from kvstore.manager import BlockManager
 from kvstore.policy import policy_named
+from kvstore.policy_file import PolicyFile
 from kvstore.record_store import RecordStore
 from kvstore.record_truth import LocalTruth, RecordTruth
 from kvstore.state import ManagerSettings, WriteMode
@@ -87,6 +88,7 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
         settings=settings,
         new_policy=new_policy,
         epoch_file=EpochFile([folder / "epochs" for folder in folders]) if folders else None,
+        policy_file=PolicyFile(folders[0] / "policies") if folders else None,
         encryption=encryption,
         clock=clock,
     )

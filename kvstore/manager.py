@@ -17,13 +17,16 @@ from kvstore.errors import InvalidRequest
 from kvstore.explain import explain
 from kvstore.fetching import Fetcher
 from kvstore.granting import Granter, ReadyCopies
+from kvstore.hints import Hints
 from kvstore.inspection import check_manager, check_top_copies
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
 from kvstore.learning import Learner
 from kvstore.loading import Loader
 from kvstore.mover import Mover
-from kvstore.policy import GittinsPolicy, NewPolicy
+from kvstore.policy import EvictionPolicy, GittinsPolicy, NewPolicy
+from kvstore.policy_file import PolicyFile
+from kvstore.policy_keeping import PolicyKeeper
 from kvstore.presence import find_present
 from kvstore.putting import Putter
 from kvstore.recency import Uses
@@ -75,6 +78,7 @@ class BlockManager:
         settings: ManagerSettings | None = None,
         new_policy: NewPolicy = GittinsPolicy,
         epoch_file: EpochFile | None = None,
+        policy_file: PolicyFile | None = None,
         encryption: Encryption | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -96,6 +100,7 @@ class BlockManager:
         self._epochs = EpochKeeper(self._state, self._space, epoch_file)
         self._eraser = None if encryption is None else Eraser(self._state, self._space, encryption)
         self._learner = Learner(self._state, self._epochs)
+        self._policies = PolicyKeeper(self._state, policy_file)
         self._uses = Uses(self._state)
         self._granter = Granter(self._state, self._uses, self._mover)
         self._maintenance: list[asyncio.Task[None]] = []
@@ -119,12 +124,14 @@ class BlockManager:
             if self._eraser is not None:
                 await self._eraser.open()
             await self._learner.learn()
+            await self._policies.open()
             opened.pop_all()
         self._mover.start()
         self._maintenance = [
             asyncio.create_task(self._sweep_forever(), name="manager-sweep"),
             asyncio.create_task(self._age_forever(), name="manager-age"),
             asyncio.create_task(self._epochs.poll_forever(), name="manager-epochs"),
+            asyncio.create_task(self._policies.keep_forever(), name="manager-policies"),
         ]
         if self._eraser is not None:
             self._maintenance.append(asyncio.create_task(self._eraser.poll_forever(), name="manager-eraser"))
@@ -155,6 +162,7 @@ class BlockManager:
         if not has_loaded:
             logger.warning("closing: loads have not ended after %.1f s: abandoned", patience_s)
         await self._uses.tell()
+        await self._policies.keep()
         if self._eraser is not None:
             patience_s = max(_LAST_MOVES_S, until_s - now_s())
             await asyncio.wait([asyncio.ensure_future(self._eraser.close())], timeout=patience_s)
@@ -242,6 +250,7 @@ class BlockManager:
         owner: Owner,
         part: Part | None = None,
         timeout_s: float | None = None,
+        hints: Hints | None = None,
     ) -> Fetched:
         """Make the longest stored prefix READY in slots of the top tier, leased to ``owner``.
 
@@ -251,33 +260,37 @@ class BlockManager:
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        return await self._fetcher.fetch(chain, owner=owner, part=part, timeout_s=timeout_s)
+        return await self._fetcher.fetch(chain, owner=owner, part=part, timeout_s=timeout_s, hints=hints)
 
     def fetch_at_once(
-        self, chain: PrefixChain, *, owner: Owner, part: Part | None = None
+        self, chain: PrefixChain, *, owner: Owner, part: Part | None = None, hints: Hints | None = None
     ) -> ReadyCopies | None:
         """As ``fetch``, but None unless all of the chain is READY in the top tier and may be leased.
 
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        return self._fetcher.fetch_at_once(chain, owner=owner, part=part)
+        return self._fetcher.fetch_at_once(chain, owner=owner, part=part, hints=hints)
 
-    def fetch_leading_at_once(self, chain: PrefixChain, *, owner: Owner, part: Part | None = None) -> Fetched:
+    def fetch_leading_at_once(
+        self, chain: PrefixChain, *, owner: Owner, part: Part | None = None, hints: Hints | None = None
+    ) -> Fetched:
         """Lease the leading blocks of a chain that are READY in the top tier now, however few; ask nobody.
 
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        return self._fetcher.fetch_leading_at_once(chain, owner=owner, part=part)
+        return self._fetcher.fetch_leading_at_once(chain, owner=owner, part=part, hints=hints)
 
-    def peek_at_once(self, chain: PrefixChain, *, part: Part | None = None) -> ReadyCopies | None:
+    def peek_at_once(
+        self, chain: PrefixChain, *, part: Part | None = None, hints: Hints | None = None
+    ) -> ReadyCopies | None:
         """Find a chain that is READY in the top tier as a whole, leasing nothing; None if it is not.
 
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        return self._fetcher.peek_at_once(chain, part=part)
+        return self._fetcher.peek_at_once(chain, part=part, hints=hints)
 
     async def prefetch(
         self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
@@ -296,6 +309,7 @@ class BlockManager:
         owner: Owner,
         part: Part | None = None,
         timeout_s: float | None = None,
+        hints: Hints | None = None,
     ) -> Reserved:
         """Lend slots to write those blocks of ``chain`` into that are not stored.
 
@@ -304,17 +318,25 @@ class BlockManager:
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        return await self._putter.reserve(chain, owner=owner, part=part, timeout_s=timeout_s)
+        return await self._putter.reserve(chain, owner=owner, part=part, timeout_s=timeout_s, hints=hints)
 
     def reserve_at_once(
-        self, chain: PrefixChain, *, owner: Owner, part: Part | None = None
+        self, chain: PrefixChain, *, owner: Owner, part: Part | None = None, hints: Hints | None = None
     ) -> Reserved | None:
         """As ``reserve``, but None where room would have to be made first.
 
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        return self._putter.reserve_at_once(chain, owner=owner, part=part)
+        return self._putter.reserve_at_once(chain, owner=owner, part=part, hints=hints)
+
+    def note_hints(self, chain: PrefixChain, hints: Hints, *, part: Part | None = None) -> None:
+        """Tell the policies more of the future of stored blocks; it is no use of them.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        self._putter.note_hints(chain, hints, part=part)
 
     async def reserve_unnamed(
         self, count: int, length_bytes: int, *, owner: Owner, timeout_s: float | None = None
@@ -521,6 +543,14 @@ class BlockManager:
             about = entry.change_id
             if about is not None:
                 yield from (CopyChange(True, tier, *about) for tier in entry.residency())
+
+    def policy_of(self, tier: str) -> EvictionPolicy:
+        """Return the policy of one tier."""
+        return self._state.policies[tier]
+
+    def policy_states(self) -> dict[str, dict[str, object]]:
+        """Return what the policy of each tier has learned so far, ready for msgpack."""
+        return {tier: policy.to_state() for tier, policy in self._state.policies.items()}
 
     def media(self) -> dict[str, Medium]:
         """Return what each tier is made of."""

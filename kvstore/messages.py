@@ -50,6 +50,7 @@ from kvstore.requests import (
     ListNamespaces,
     Match,
     MatchAndLease,
+    NoteHints,
     OpenNamespace,
     Peek,
     Ping,
@@ -91,6 +92,7 @@ Request: TypeAlias = (
     | Renew
     | ReportDamage
     | HelloReader
+    | NoteHints
     | Peek
     | Erase
     | PutRecord
@@ -142,6 +144,7 @@ _REQUESTS: dict[int, type[Request]] = {
         Renew,
         ReportDamage,
         HelloReader,
+        NoteHints,
         Peek,
         Erase,
         PutRecord,
@@ -232,6 +235,7 @@ __all__ = [
     "Match",
     "MatchAndLease",
     "Matched",
+    "NoteHints",
     "OpenNamespace",
     "Peek",
     "Ping",

@@ -39,6 +39,17 @@ def trailing_class(turn: int, hint: Hint) -> ClassPath:
     return _declared(1, hint) or (_TRAILING, min(turn, _MAX_TURN), 0, _output(hint))
 
 
+def told_class(path: ClassPath, uses: int, hint: Hint) -> ClassPath:
+    """The class of a block of class ``path`` after more was said of it, without a use."""
+    kind, first, second, _ = path
+    if hint.is_one_off and uses == 1:
+        return (_ONE_OFF, int(kind == _TRAILING), 0, 0)
+    declared = _declared(uses, hint)
+    if declared is not None or kind > _TRAILING or hint.output_tokens is None:
+        return declared or path
+    return (kind, first, second, _output(hint))
+
+
 def first_factors(path: ClassPath) -> list[float] | None:
     """How much more or less likely a use is at each age than of any block, before anything was seen."""
     kind, bucket, _, _ = path

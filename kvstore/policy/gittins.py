@@ -4,7 +4,7 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 
-from kvstore.policy.block_classes import new_class, trailing_class, used_class
+from kvstore.policy.block_classes import new_class, told_class, trailing_class, used_class
 from kvstore.policy.cohorts import Block, Cohort, Cohorts, Lane
 from kvstore.policy.hazard_state import STATE_VERSION, read_state
 from kvstore.policy.hazards import ClassPath, Hazards
@@ -85,6 +85,25 @@ class GittinsPolicy:
     def _move(self, old: Cohort, new: Cohort, num: int, now_s: float) -> None:
         self._cohorts.end(old, num, now_s, is_use=True)
         self._cohorts.grow(new, num)
+
+    def note_hint(self, blocks: Sequence[StorageKey], *, now_s: float, hint: Hint) -> None:
+        """Move the known blocks to cohorts of what is said of them; how long they were unused starts anew."""
+        cohorts = self._cohorts
+        fresh: dict[Lane, Cohort] = {}
+        for key in blocks:
+            block = self._blocks.get(key)
+            if block is None:
+                continue
+            lane = self._lane(told_class(block.cohort.lane.evidence.path, block.uses, hint), hint)
+            if lane is block.cohort.lane:
+                continue
+            if not block.children:
+                cohorts.drop_leaf(block)
+            cohorts.end(block.cohort, 1, now_s, is_use=False)
+            block.cohort = self._fresh(fresh, lane, now_s)
+            cohorts.grow(block.cohort, 1)
+            if not block.children:
+                cohorts.add_leaf(block)
 
     def offer(self, offer: Offer, *, now_s: float) -> None:
         """Class blocks as those of one request."""
@@ -318,7 +337,10 @@ class GittinsPolicy:
         Raises:
             ValueError: it is not what ``to_state`` returns; nothing was taken over.
         """
-        self._hazards.from_state(read_state(state))
+        saved = read_state(state)
+        for path, _, _ in saved:
+            self._cohorts.lane(path, 1.0)
+        self._hazards.from_state(saved)
         self._cohorts.rebuild(self._now_s)
 
     def __contains__(self, block: object) -> bool:
