@@ -125,7 +125,10 @@ class GittinsPolicy:
                 gap_s = now_s - ghost.cohort.at_s
                 offered[key] = self._used_lane(ghost.uses + 1, gap_s, hint), ghost.turns
         if known[-1] is None:
-            offered[offer.blocks[-1]] = self._lane(trailing_class(turns >> 1, hint), hint), turns
+            offered[offer.blocks[-1]] = (
+                self._lane(trailing_class(turns >> 1, known.count(None), hint), hint),
+                turns,
+            )
         for key in offer.blocks[-2:]:
             offered[key] = offered[key][0], offered[key][1] | 1
         if len(known) == 1 and parent is not None:
