@@ -38,11 +38,14 @@ class Store:
     records: RecordStore
 
 
-def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> Store:
+def assemble(
+    config: Config, *, prefill_tokens_per_s: float = 0.0, clock: Callable[[], float] = time.monotonic
+) -> Store:
     """Build a store that is not open yet: ``await store.manager.open()`` opens its tiers, then
     ``await store.records.open()`` its records.
 
-    Blocks on the files of secrets that the configuration names.
+    ``prefill_tokens_per_s`` is how fast engines compute what they do not find; 0: not known. Blocks on the
+    files of secrets that the configuration names.
 
     Raises:
         InvalidConfig: the remote tier's password or the master keys cannot be had, or a package is missing.
@@ -80,6 +83,7 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
         write_mode=WriteMode(config.store.write_mode),
         namespace_quota_ratio=config.store.namespace_quota_ratio,
         pin_budget_ratio=config.store.pin_budget_ratio,
+        prefill_tokens_per_s=prefill_tokens_per_s,
     )
     new_policy = policy_named(config.store.policy)
     manager = BlockManager(

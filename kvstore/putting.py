@@ -399,3 +399,4 @@ class Putter:
         hint = state.hint(shelf, hints)
         for policy in state.policies.values():
             policy.note_hint(names, now_s=state.clock(), hint=hint)
+        self._uses.note_hints(chain, hints, part)
