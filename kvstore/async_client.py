@@ -350,6 +350,17 @@ class AsyncKVStore(AsyncRecordMethods):
         """
         return await self._run(self._calls.why(chain, part=part, timeout_s=timeout_s))
 
+    async def change_policy(self, name: str, *, timeout_s: float | None = None) -> str:
+        """Give every tier of the server another policy, and return the one before. Blocks and leases stay.
+
+        Until the server ends: its configuration names the policy of its next start.
+
+        Raises:
+            InvalidRequest: no policy has that name.
+            ServerUnavailable: no server answers in time.
+        """
+        return await self._run(self._calls.change_policy(name, timeout_s=timeout_s))
+
     async def advance_epoch(self, model: str, *, timeout_s: float | None = None) -> int:
         """Make every block stored for a model so far unreachable, on all nodes; returns the new epoch.
 

@@ -31,6 +31,7 @@ from kvstore.messages import (
     AdvanceEpoch,
     Answer,
     ChainRef,
+    ChangePolicy,
     Check,
     Commit,
     Count,
@@ -223,6 +224,16 @@ def why_plan(session: Session, chain: PrefixChain, part: Part | None) -> Plan[li
         return [BlockReport.from_dict(item) for item in load_list(answer.json)]
     except MALFORMED as error:
         raise ProtocolMismatch("answer: a block's report is malformed") from error
+
+
+def change_policy_plan(name: str) -> Plan[str]:
+    """Give every tier another policy."""
+    answer = yield from ask_for(ChangePolicy(name), Report)
+    told = _load_json(answer.json)
+    before = told.get("before") if isinstance(told, dict) else None
+    if not isinstance(before, str):
+        raise ProtocolMismatch("answer: the policy before is not named")
+    return before
 
 
 def advance_epoch_plan(model: str) -> Plan[int]:

@@ -197,6 +197,11 @@ def read_count(name: str) -> Callable[[HttpAnswer], int]:
     return lambda answer: _count(answer.json(), name)
 
 
+def read_text(name: str) -> Callable[[HttpAnswer], str]:
+    """Return a reader of one text."""
+    return lambda answer: _text(answer.json(), name)
+
+
 def read_erasure(answer: HttpAnswer) -> EraseReport:
     """Read what an erasure came to."""
     try:

@@ -298,6 +298,12 @@ class HttpClientCalls(ClientCalls):
         chain = chain[:_MAX_WHY_BLOCKS]
         return self._control_about(chain, part, "/v1/why", http_calls.read_reports, timeout_s)
 
+    def change_policy(self, name: str, *, timeout_s: float | None) -> HttpCall[str]:
+        """Give every tier another policy."""
+        self._refuse_if_read_only()
+        request = HttpRequest.of_json("POST", "/v1/admin/policy", {"policy": name})
+        return self._whole(request, http_calls.read_text("before"), timeout_s)
+
     def advance_epoch(self, model: str, *, timeout_s: float | None) -> HttpCall[int]:
         """End the present epoch of a model."""
         self._refuse_if_read_only()

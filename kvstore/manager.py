@@ -24,7 +24,7 @@ from kvstore.layout import Part
 from kvstore.learning import Learner
 from kvstore.loading import Loader
 from kvstore.mover import Mover
-from kvstore.policy import EvictionPolicy, GittinsPolicy, NewPolicy
+from kvstore.policy import EvictionPolicy, GittinsPolicy, NewPolicy, policy_name
 from kvstore.policy_file import PolicyFile
 from kvstore.policy_keeping import PolicyKeeper
 from kvstore.presence import find_present
@@ -544,13 +544,19 @@ class BlockManager:
             if about is not None:
                 yield from (CopyChange(True, tier, *about) for tier in entry.residency())
 
+    def change_policy(self, name: str) -> str:
+        """Give every tier another policy, and return the name of the one before; blocks and leases stay.
+
+        Until the store ends: its configuration names the policy of the next start.
+
+        Raises:
+            InvalidRequest: no policy has that name.
+        """
+        return self._policies.change(name)
+
     def policy_of(self, tier: str) -> EvictionPolicy:
         """Return the policy of one tier."""
         return self._state.policies[tier]
-
-    def policy_states(self) -> dict[str, dict[str, object]]:
-        """Return what the policy of each tier has learned so far, ready for msgpack."""
-        return {tier: policy.to_state() for tier, policy in self._state.policies.items()}
 
     def media(self) -> dict[str, Medium]:
         """Return what each tier is made of."""
@@ -565,6 +571,7 @@ class BlockManager:
             "overdue_slots": state.leases.num_overdue,
             "owners": state.leases.num_owners,
             "loads": self._loader.num_loads,
+            "policy": policy_name(state.policies[state.top.name]),
             "epochs": state.directory.epochs(),
             "encryption": {"is_on": False} if self._eraser is None else self._eraser.stats(),
             **state.counters.as_dict(),

@@ -36,6 +36,7 @@ from kvstore.record_messages import (
 )
 from kvstore.requests import (
     AdvanceEpoch,
+    ChangePolicy,
     Check,
     Commit,
     Demote,
@@ -93,6 +94,7 @@ Request: TypeAlias = (
     | ReportDamage
     | HelloReader
     | NoteHints
+    | ChangePolicy
     | Peek
     | Erase
     | PutRecord
@@ -145,6 +147,7 @@ _REQUESTS: dict[int, type[Request]] = {
         ReportDamage,
         HelloReader,
         NoteHints,
+        ChangePolicy,
         Peek,
         Erase,
         PutRecord,
@@ -209,6 +212,7 @@ __all__ = [
     "AdvanceEpoch",
     "Answer",
     "ChainRef",
+    "ChangePolicy",
     "Check",
     "Commit",
     "Count",

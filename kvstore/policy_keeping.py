@@ -8,13 +8,15 @@ PATIENCE_S. What cannot be trusted is ignored, with one line in the log.
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kvstore.errors import CorruptBlock
-from kvstore.policy import policy_name
+from kvstore.errors import CorruptBlock, InvalidConfig, InvalidRequest
+from kvstore.garbage import garbage_collection_paused
+from kvstore.policy import EvictionPolicy, policy_name, policy_named
 from kvstore.policy_file import Learned, PolicyFile
 from kvstore.state import State
+from kvstore.tier import StorageKey
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +29,25 @@ PATIENCE_S = 2.0
 """How long a start or an end waits for the disk."""
 
 
+def adopt(state: State, policy: EvictionPolicy, tier: str, names: Sequence[StorageKey]) -> None:
+    """Have a policy learn of blocks that a tier holds, the least recently used first."""
+    by_size: dict[int, tuple[list[StorageKey], list[StorageKey | None]]] = {}
+    for name in names:
+        entry = state.directory.find(name)
+        assert entry is not None, "a block that was filed has no entry"
+        is_counted = entry.parent is not None and entry.copies[tier].is_counted
+        group = by_size.setdefault(entry.length_bytes, ([], []))
+        group[0].append(name)
+        group[1].append(entry.shelf.name(entry.parent) if is_counted and entry.parent else None)
+    for size_bytes, (blocks, parents) in by_size.items():
+        policy.adopt(blocks, parents, size_bytes=size_bytes, now_s=state.clock())
+
+
 class PolicyKeeper:
-    """Reads what earlier runs learned, and writes what this one does. ``file`` None: neither."""
+    """Reads what earlier runs learned, and writes what this one does. ``file`` None: neither.
+
+    It changes the policies too: blocks stay, in the order in which the policy before would have evicted them.
+    """
 
     def __init__(self, state: State, file: PolicyFile | None) -> None:
         self._state = state
@@ -56,6 +75,31 @@ class PolicyKeeper:
             policy.from_state(saved)
         except ValueError as error:
             logger.warning("%s: policy statistics are doubtful: not taken over: %s", tier, error)
+
+    def change(self, name: str) -> str:
+        """Give every tier another policy, which orders the blocks that are stored; returns the one before.
+
+        Leases and blocks are as before. What the policy before learned goes with it, and so do its ghosts.
+
+        Raises:
+            InvalidRequest: no policy has that name.
+        """
+        try:
+            new_policy = policy_named(name)
+        except InvalidConfig as error:
+            raise InvalidRequest(str(error)) from error
+        state = self._state
+        before = policy_name(state.policies[state.top.name])
+        changed: dict[str, EvictionPolicy] = {}
+        with garbage_collection_paused():
+            for tier in state.all_tiers():
+                old = state.policies.get(tier.name)
+                if old is not None:
+                    changed[tier.name] = new_policy(tier.capacity_bytes)
+                    adopt(state, changed[tier.name], tier.name, _in_order(state, old, tier.name))
+        state.policies.update(changed)
+        logger.info("policy: %s from now on, %s before", policy_name(changed[state.top.name]), before)
+        return before
 
     async def keep_forever(self) -> None:
         """Write now and then, until cancelled."""
@@ -121,3 +165,10 @@ class PolicyKeeper:
         except (CorruptBlock, OSError) as error:
             logger.warning("policy statistics: %s: %s: %s", self._file, failing, error)
         return None
+
+
+def _in_order(state: State, policy: EvictionPolicy, tier: str) -> list[StorageKey]:
+    """Return all blocks that a policy orders, those first that it would evict first."""
+    order = dict.fromkeys(policy.candidates(now_s=state.clock()))
+    known = (entry.name for entry in state.directory.entries() if entry.is_ready(tier))
+    return [*order, *(name for name in known if name in policy and name not in order)]

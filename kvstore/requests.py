@@ -435,6 +435,24 @@ class NoteHints:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangePolicy:
+    """Give every tier another policy; blocks stay."""
+
+    KIND: ClassVar[int] = 32
+    name: str
+
+    def to_wire(self) -> Values:
+        """Return the policy's name."""
+        return (self.name,)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked request."""
+        count_fields(values, 1, "change_policy")
+        return cls(text(values[0], "policy", limit=64))
+
+
+@dataclass(frozen=True, slots=True)
 class Erase:
     """Destroy the key of a tenant, named by its id or by an open namespace of it, and forget its blocks."""
 

@@ -178,6 +178,9 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/v1/admin/namespaces", admin.namespaces, _ADMIN, result=schemas.NAMESPACES_ANSWER),
     Route("POST", "/v1/admin/flush", admin.flush, _ADMIN, body=schemas.FLUSH, result=schemas.FLUSH_ANSWER),
     Route("POST", "/v1/admin/check", admin.check, _ADMIN, body=schemas.CHECK, result=schemas.CHECK_ANSWER),
+    Route(
+        "POST", "/v1/admin/policy", admin.policy, _ADMIN, body=schemas.POLICY, result=schemas.POLICY_ANSWER
+    ),
     Route("POST", "/v1/admin/epoch", admin.epoch, _ADMIN, body=schemas.EPOCH, result=schemas.EPOCH_ANSWER),
     Route("POST", "/v1/admin/erase", admin.erase, _ADMIN, body=schemas.ERASE, result=schemas.ERASE_ANSWER),
     Route("POST", "/v1/admin/drop", admin.drop, _ADMIN, body=schemas.LOOKUP, result=schemas.DROP_ANSWER),

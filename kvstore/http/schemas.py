@@ -249,6 +249,7 @@ FLUSH = _object({"timeout_s": TIMEOUT})
 CHECK = _object(
     {"sample_blocks": _integer(0, 1_000_000, "Blocks whose bytes are read."), "timeout_s": TIMEOUT}
 )
+POLICY = _object({"policy": _text("Name of the policy.", most=64)}, "policy")
 EPOCH = _object({"model": _text("Name of the model.")}, "model")
 ERASE: Schema = {
     **_object(
@@ -380,6 +381,7 @@ FLUSH_ANSWER = _object(
     {"flushed": {"type": "boolean", "description": "Whether all was written in time."}}, "flushed"
 )
 CHECK_ANSWER = _object({"problems": _list({"type": "string"}, most=200)}, "problems")
+POLICY_ANSWER = _object({"before": {"type": "string", "description": "The policy before."}}, "before")
 EPOCH_ANSWER = _object({"epoch": _count("The new epoch.")}, "epoch")
 ERASE_ANSWER = _object(
     {

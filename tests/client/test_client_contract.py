@@ -636,3 +636,14 @@ async def test_hints_reach_the_store_with_a_request_and_after_it(
 
     assert (put.stored, fetched.blocks, len(got), is_heard) == (8, 8, 8, True)
     assert (await client.stats())["hinted_requests"] == before + 5
+
+
+async def test_another_policy_loses_no_block(client: Face, chain: PrefixChain, payloads: Payloads) -> None:
+    await client.put(chain, payloads)
+
+    before = await client.change_policy("lru")
+
+    assert (before, (await client.stats())["policy"]) == ("gittins", "lru")
+    assert np.array_equal(np.stack(await client.get(chain)), payloads)
+    with pytest.raises(InvalidRequest, match="unknown"):
+        await client.change_policy("none")

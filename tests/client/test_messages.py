@@ -19,6 +19,7 @@ from kvstore.messages import (
     AdvanceEpoch,
     Answer,
     ChainRef,
+    ChangePolicy,
     Check,
     Commit,
     Count,
@@ -105,6 +106,7 @@ REQUESTS: dict[str, Request] = {
     "reserve_hinted": Reserve(_TAIL, 50_000, Hints(is_one_off=True)),
     "peek_hinted": Peek(_CHAIN, 50_000, _HINTS),
     "lease_chain_hinted": LeaseChain(_CHAIN, 50_000, _HINTS),
+    "change_policy": ChangePolicy("s3-fifo"),
     "note_hints": NoteHints(_TAIL, _HINTS),
     "hello": Hello(1234),
     "open_namespace": OpenNamespace(

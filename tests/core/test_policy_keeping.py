@@ -12,8 +12,9 @@ from kvstore import policy_keeping
 from kvstore.assembly import assemble
 from kvstore.checksum import checksum
 from kvstore.config import Config
+from kvstore.errors import InvalidRequest
 from kvstore.manager import BlockManager
-from kvstore.policy import LruPolicy
+from kvstore.policy import POLICIES, LruPolicy
 from kvstore.policy_file import PolicyFile
 from kvstore_tiers.dram import DramTier
 from tests.core.gated_tier import GatedTier
@@ -35,7 +36,7 @@ async def _use(harness, *, rounds=3):
 
 
 def _learned(harness):
-    return sum(sum(used) for _, used, _ in harness.manager.policy_states()["dram"]["classes"])
+    return sum(sum(used) for _, used, _ in harness.manager.policy_of("dram").to_state()["classes"])
 
 
 async def test_a_manager_goes_on_with_what_its_policies_learned(tmp_path):
@@ -183,7 +184,7 @@ async def test_a_store_with_an_ssd_keeps_its_statistics_in_its_first_folder(tmp_
     async def lived():
         store = assemble(Config.from_dict(tree))
         await store.manager.open()
-        before = sum(sum(used) for _, used, _ in store.manager.policy_states()["dram"]["classes"])
+        before = sum(sum(used) for _, used, _ in store.manager.policy_of("dram").to_state()["classes"])
         store.manager.open_namespace(SPACE)
         await _use(Harness(store.manager, store.dram, []))
         await store.manager.close()
@@ -194,3 +195,50 @@ async def test_a_store_with_an_ssd_keeps_its_statistics_in_its_first_folder(tmp_
     assert path.stat().st_mode & 0o777 == 0o600
     assert not (tmp_path / "b" / "policies").exists()
     assert await lived() > 0
+
+
+@pytest.mark.parametrize("name", POLICIES)
+async def test_another_policy_keeps_every_block_and_every_lease(name):
+    chains = [SPACE.chain(list(range(start, start + 16))) for start in (0, 100, 200)]
+    ssd = GatedTier("ssd")
+    async with running(ssd, blocks=16, high_water_ratio=1.0) as harness:
+        manager = harness.manager
+        for chain in chains:
+            await harness.put(chain)
+        await manager.flush(timeout_s=30)
+        leased = await manager.fetch(chains[0], owner=harness.owner)
+
+        assert manager.change_policy(name) == "gittins"
+
+        assert manager.stats()["policy"] == name
+        assert await manager.check() == []
+        assert [(await manager.match(chain)).blocks for chain in chains] == [4, 4, 4]
+        # More than there is room for: others leave, and what is leased does not.
+        for start in (300, 400, 500):
+            await harness.put(SPACE.chain(list(range(start, start + 16))))
+        assert (await manager.match(chains[0])).tiers == ("dram",) * 4
+        manager.release(leased.lease, owner=harness.owner)
+
+
+async def test_the_order_of_the_policy_before_is_gone_on_with():
+    first, second = SPACE.chain(list(range(16))), SPACE.chain(list(range(100, 116)))
+    async with running(blocks=16) as harness:
+        harness.manager.change_policy("lru")
+        await harness.put(first)
+        await harness.put(second)
+        await harness.fetch(first)
+
+        before = list(harness.manager.policy_of("dram").candidates(now_s=1e9))
+
+        harness.manager.change_policy("fifo")
+
+        assert list(harness.manager.policy_of("dram").candidates(now_s=1e9)) == before
+        assert {name[:32] for name in before[:4]} == set(second.keys)
+
+
+async def test_a_policy_that_there_is_not_changes_nothing():
+    async with running(blocks=16) as harness:
+        with pytest.raises(InvalidRequest, match="'none' is unknown"):
+            harness.manager.change_policy("none")
+
+        assert harness.manager.stats()["policy"] == "gittins"
