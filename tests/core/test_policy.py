@@ -4,7 +4,18 @@ import pytest
 
 from kvstore.config import load_config
 from kvstore.errors import InvalidConfig
-from kvstore.policy import POLICIES, Hint, LruPolicy, Offer, PolicyCache, gittins, policy_named, ranked
+from kvstore.policy import (
+    NO_HINT,
+    POLICIES,
+    Hint,
+    LruPolicy,
+    Offer,
+    PolicyCache,
+    gittins,
+    policy_named,
+    ranked,
+)
+from kvstore.policy.block_classes import new_class, trailing_class
 from kvstore.tier import StorageKey
 
 
@@ -189,3 +200,10 @@ def test_offers_that_come_to_nothing_are_forgotten(monkeypatch):
 
     assert ghosts_of(policy) == 10
     assert len(policy) == 0
+
+
+def test_the_last_blocks_of_short_and_long_requests_are_told_apart_as_those_before_them_are():
+    short, long = trailing_class(1, 3, NO_HINT), trailing_class(1, 30, NO_HINT)
+
+    assert short != long
+    assert {short, long}.isdisjoint({new_class(1, 3, NO_HINT), new_class(1, 30, NO_HINT)})
