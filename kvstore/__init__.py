@@ -6,6 +6,7 @@ from kvstore.client import KVStore
 from kvstore.client_state import ClientStats, Timeouts
 from kvstore.errors import KVStoreError
 from kvstore.held import AsyncLease, AsyncReservation, Lease, LeasedMatch, Reservation, WritableBlock
+from kvstore.hints import Hints
 from kvstore.keys import BlockKey, Namespace, PrefixChain
 from kvstore.layout import KVLayout, Part
 from kvstore.miss import MissReason
@@ -30,6 +31,7 @@ __all__ = [
     "ClientStats",
     "EraseReport",
     "FetchResult",
+    "Hints",
     "KVLayout",
     "KVStore",
     "KVStoreError",

@@ -84,7 +84,11 @@ async def answer_lease(manager: BlockManager, owner: Owner, request: LeaseChain)
     """Make the stored prefix ready in slots and lease it."""
     about = request.about
     fetched = await manager.fetch(
-        about.chain, owner=owner, part=about.part, timeout_s=request.timeout_us / 1e6
+        about.chain,
+        owner=owner,
+        part=about.part,
+        timeout_s=request.timeout_us / 1e6,
+        hints=request.hints,
     )
     return Leased(
         lease=fetched.lease,

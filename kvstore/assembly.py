@@ -15,6 +15,7 @@ from kvstore.erasing import Encryption
 from kvstore.errors import InvalidConfig
 from kvstore.manager import BlockManager
 from kvstore.policy import policy_named
+from kvstore.policy_file import PolicyFile
 from kvstore.record_store import RecordStore
 from kvstore.record_truth import LocalTruth, RecordTruth
 from kvstore.size_curve import SizeCurve
@@ -39,11 +40,14 @@ class Store:
     records: RecordStore
 
 
-def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> Store:
+def assemble(
+    config: Config, *, prefill_tokens_per_s: float = 0.0, clock: Callable[[], float] = time.monotonic
+) -> Store:
     """Build a store that is not open yet: ``await store.manager.open()`` opens its tiers, then
     ``await store.records.open()`` its records.
 
-    Blocks on the files of secrets that the configuration names.
+    ``prefill_tokens_per_s`` is how fast engines compute what they do not find; 0: not known. Blocks on the
+    files of secrets that the configuration names.
 
     Raises:
         InvalidConfig: the remote tier's password or the master keys cannot be had, or a package is missing.
@@ -81,6 +85,7 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
         write_mode=WriteMode(config.store.write_mode),
         namespace_quota_ratio=config.store.namespace_quota_ratio,
         pin_budget_ratio=config.store.pin_budget_ratio,
+        prefill_tokens_per_s=prefill_tokens_per_s,
     )
     new_policy = policy_named(config.store.policy)
     manager = BlockManager(
@@ -89,6 +94,7 @@ def assemble(config: Config, *, clock: Callable[[], float] = time.monotonic) -> 
         settings=settings,
         new_policy=new_policy,
         epoch_file=EpochFile([folder / "epochs" for folder in folders]) if folders else None,
+        policy_file=PolicyFile(folders[0] / "policies") if folders else None,
         encryption=encryption,
         new_size_curve=lambda limit_bytes: SizeCurve(
             multipliers=[secrets.randbits(64) | 1 for _ in range(4)], limit_bytes=limit_bytes, clock=clock

@@ -20,6 +20,7 @@ from kvstore.client_calls import Call, ClientCalls, only_block
 from kvstore.client_state import AWAY, ClientState, ClientStats, Timeouts
 from kvstore.errors import InvalidRequest, ProtocolMismatch, ServerUnavailable, TimedOut
 from kvstore.held import AsyncLease, AsyncReservation, LeasedMatch
+from kvstore.hints import Hints
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
 from kvstore.record_calls import RecordCalls
@@ -182,7 +183,12 @@ class AsyncKVStore(AsyncRecordMethods):
         )
 
     async def lease(
-        self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
+        self,
+        chain: PrefixChain,
+        *,
+        part: Part | None = None,
+        timeout_s: float | None = None,
+        hints: Hints | None = None,
     ) -> AsyncLease:
         """Bring the longest stored prefix into shared memory, as a fetch does, and keep it there.
 
@@ -190,7 +196,7 @@ class AsyncKVStore(AsyncRecordMethods):
         ``lease_s`` (30 s unless configured) unless it is renewed. Without a server, or with nothing stored,
         it has no blocks.
         """
-        grant = await self._run(self._calls.lease(chain, part=part, timeout_s=timeout_s))
+        grant = await self._run(self._calls.lease(chain, part=part, timeout_s=timeout_s, hints=hints))
         return AsyncLease(grant, self._calls, self._run)
 
     async def view(self, lease: AsyncLease, *, timeout_s: float | None = None) -> list[memoryview]:
@@ -207,7 +213,12 @@ class AsyncKVStore(AsyncRecordMethods):
         return await self._run(self._calls.view(lease.grant, timeout_s=timeout_s))
 
     async def reserve(
-        self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
+        self,
+        chain: PrefixChain,
+        *,
+        part: Part | None = None,
+        timeout_s: float | None = None,
+        hints: Hints | None = None,
     ) -> AsyncReservation:
         """Reserve memory of the store for those blocks of ``chain`` that are not stored, to write in place.
 
@@ -215,25 +226,38 @@ class AsyncKVStore(AsyncRecordMethods):
         exception gives them back. It has as many as there was room for; ``result`` says afterwards what
         became of all.
         """
-        loan = await self._run(self._calls.reserve(chain, part=part, timeout_s=timeout_s))
+        loan = await self._run(self._calls.reserve(chain, part=part, timeout_s=timeout_s, hints=hints))
         return AsyncReservation(loan, self._calls, self._run)
 
     async def fetch_into(
-        self, chain: PrefixChain, buffers: Buffer, *, part: Part | None = None, timeout_s: float | None = None
+        self,
+        chain: PrefixChain,
+        buffers: Buffer,
+        *,
+        part: Part | None = None,
+        timeout_s: float | None = None,
+        hints: Hints | None = None,
     ) -> FetchResult:
         """Copy the longest stored prefix into ``buffers``: one per block, or one that holds all in a row.
 
         Checksum and generation of every block are checked after the copy. Buffers behind the result's
         ``blocks`` may have been written to and hold nothing of value.
         """
-        return await self._run(self._calls.fetch_into(chain, buffers, part=part, timeout_s=timeout_s))
+        return await self._run(
+            self._calls.fetch_into(chain, buffers, part=part, timeout_s=timeout_s, hints=hints)
+        )
 
     async def get(
-        self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
+        self,
+        chain: PrefixChain,
+        *,
+        part: Part | None = None,
+        timeout_s: float | None = None,
+        hints: Hints | None = None,
     ) -> list[npt.NDArray[np.uint8]]:
         """Return the bytes of the longest stored prefix, one array ``[length_bytes]`` uint8 per block."""
         blocks: list[npt.NDArray[np.uint8]] = []
-        result = await self._run(self._calls.get(chain, blocks, part=part, timeout_s=timeout_s))
+        result = await self._run(self._calls.get(chain, blocks, part=part, timeout_s=timeout_s, hints=hints))
         return blocks[: result.blocks]
 
     async def get_block(
@@ -250,14 +274,16 @@ class AsyncKVStore(AsyncRecordMethods):
         part: Part | None = None,
         timeout_s: float | None = None,
         checksums: Sequence[int] | None = None,
+        hints: Hints | None = None,
     ) -> PutResult:
         """Store the blocks of ``chain``: one payload per block, or one buffer that holds all in a row.
 
         Blocks that are present are not written again. What found no room, or no server, is dropped, and so
         is a payload whose xxh3-64 is not the one given in ``checksums``. ``doubtful`` names those blocks.
+        ``hints`` say what is known of the blocks' future.
         """
         return await self._run(
-            self._calls.put(chain, payloads, part=part, timeout_s=timeout_s, checksums=checksums)
+            self._calls.put(chain, payloads, part=part, timeout_s=timeout_s, checksums=checksums, hints=hints)
         )
 
     async def put_block(
@@ -271,6 +297,20 @@ class AsyncKVStore(AsyncRecordMethods):
         """Store one block (``chain[n : n + 1]``); True if it is stored now, by this call or before."""
         put = await self.put(only_block(block), payload, part=part, timeout_s=timeout_s)
         return put.dropped == 0
+
+    async def hint(
+        self,
+        chain: PrefixChain,
+        hints: Hints,
+        *,
+        part: Part | None = None,
+        timeout_s: float | None = None,
+    ) -> bool:
+        """Say more of the future of stored blocks, as that their conversation is over. It is no use of them.
+
+        For what is known only after their put or fetch. Returns whether the store heard it.
+        """
+        return await self._run(self._calls.hint(chain, hints, part=part, timeout_s=timeout_s))
 
     async def prefetch(
         self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
@@ -309,6 +349,17 @@ class AsyncKVStore(AsyncRecordMethods):
             ServerUnavailable: no server answers in time.
         """
         return await self._run(self._calls.why(chain, part=part, timeout_s=timeout_s))
+
+    async def change_policy(self, name: str, *, timeout_s: float | None = None) -> str:
+        """Give every tier of the server another policy, and return the one before. Blocks and leases stay.
+
+        Until the server ends: its configuration names the policy of its next start.
+
+        Raises:
+            InvalidRequest: no policy has that name.
+            ServerUnavailable: no server answers in time.
+        """
+        return await self._run(self._calls.change_policy(name, timeout_s=timeout_s))
 
     async def advance_epoch(self, model: str, *, timeout_s: float | None = None) -> int:
         """Make every block stored for a model so far unreachable, on all nodes; returns the new epoch.

@@ -24,6 +24,7 @@ from kvstore.errors import (
     TierUnavailable,
     TimedOut,
 )
+from kvstore.hints import Hints
 from kvstore.keys import Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import KVLayout, Part
 from kvstore.messages import (
@@ -31,6 +32,7 @@ from kvstore.messages import (
     Answer,
     AskSizes,
     ChainRef,
+    ChangePolicy,
     Check,
     Commit,
     Count,
@@ -45,6 +47,7 @@ from kvstore.messages import (
     ListNamespaces,
     Match,
     Matched,
+    NoteHints,
     Ping,
     Prefetch,
     Report,
@@ -224,6 +227,16 @@ def why_plan(session: Session, chain: PrefixChain, part: Part | None) -> Plan[li
         raise ProtocolMismatch("answer: a block's report is malformed") from error
 
 
+def change_policy_plan(name: str) -> Plan[str]:
+    """Give every tier another policy."""
+    answer = yield from ask_for(ChangePolicy(name), Report)
+    told = _load_json(answer.json)
+    before = told.get("before") if isinstance(told, dict) else None
+    if not isinstance(before, str):
+        raise ProtocolMismatch("answer: the policy before is not named")
+    return before
+
+
 def advance_epoch_plan(model: str) -> Plan[int]:
     """End the present epoch of a model."""
     answer = yield from ask_for(AdvanceEpoch(model), Count)
@@ -342,9 +355,18 @@ class PutTally:
         return PutResult(self._stored, self._present, dropped, doubtful, self._reason if dropped else None)
 
 
-def ask_for_slots(session: Session, about: ChainRef, start: int, tally: PutTally) -> Plan[Lent]:
+def hint_plan(session: Session, chain: PrefixChain, part: Part | None, hints: Hints) -> Plan[bool]:
+    """Say more of the future of stored blocks."""
+    check_keys(chain)
+    yield from ask_for(NoteHints(ChainRef(chain, part), hints), Done)
+    return True
+
+
+def ask_for_slots(
+    session: Session, about: ChainRef, start: int, tally: PutTally, hints: Hints | None
+) -> Plan[Lent]:
     """Ask for slots for the blocks that are not stored; ``start`` is where the blocks are in the tally."""
-    lent = yield from ask_for(Reserve(about, server_timeout_us(session)), Lent)
+    lent = yield from ask_for(Reserve(about, server_timeout_us(session), hints), Lent)
     room = len(about.chain) - lent.present
     if len(lent.slots) > room or (lent.slots and lent.slots[-1].position >= len(about.chain)):
         raise ProtocolMismatch("answer: lent slots do not fit the request")
@@ -361,6 +383,7 @@ def put_plan(
     length_bytes: int,
     checksums: Sequence[int] | None,
     tally: PutTally,
+    hints: Hints | None = None,
 ) -> Plan[None]:
     """Store blocks that are not stored yet, window by window."""
     check_keys(chain)
@@ -368,7 +391,7 @@ def put_plan(
     for start in range(0, len(chain), window):
         about = ChainRef(chain if window >= len(chain) else chain[start : start + window], part)
         try:
-            lent = yield from ask_for_slots(session, about, start, tally)
+            lent = yield from ask_for_slots(session, about, start, tally, hints)
         except (TierFull, TierUnavailable) as error:
             tally.note_reason(miss_reason(error))
             return

@@ -13,6 +13,7 @@ from kvstore.client_calls import Call, ClientCalls, only_block
 from kvstore.client_state import AWAY, ClientState, ClientStats, Timeouts
 from kvstore.errors import ProtocolMismatch
 from kvstore.held import Lease, LeasedMatch, Reservation
+from kvstore.hints import Hints
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
 from kvstore.link import Dial, Link, unix_dial
@@ -186,13 +187,20 @@ class KVStore(RecordMethods):
         """
         return self._run(self._calls.exists(blocks, namespace=namespace, part=part, timeout_s=timeout_s))
 
-    def lease(self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None) -> Lease:
+    def lease(
+        self,
+        chain: PrefixChain,
+        *,
+        part: Part | None = None,
+        timeout_s: float | None = None,
+        hints: Hints | None = None,
+    ) -> Lease:
         """Bring the longest stored prefix into shared memory, as a fetch does, and keep it there.
 
         Use it as a context manager, or release it. It lasts for the store's ``lease_s`` (30 s unless
         configured) unless it is renewed. Without a server, or with nothing stored, it has no blocks.
         """
-        grant = self._run(self._calls.lease(chain, part=part, timeout_s=timeout_s))
+        grant = self._run(self._calls.lease(chain, part=part, timeout_s=timeout_s, hints=hints))
         return Lease(grant, self._calls, self._run)
 
     def view(self, lease: Lease, *, timeout_s: float | None = None) -> list[memoryview]:
@@ -209,32 +217,48 @@ class KVStore(RecordMethods):
         return self._run(self._calls.view(lease.grant, timeout_s=timeout_s))
 
     def reserve(
-        self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
+        self,
+        chain: PrefixChain,
+        *,
+        part: Part | None = None,
+        timeout_s: float | None = None,
+        hints: Hints | None = None,
     ) -> Reservation:
         """Reserve memory of the store for those blocks of ``chain`` that are not stored, to write in place.
 
         Use it as a context manager: leaving it commits the blocks, an exception gives them back. It has as
         many blocks as there was room for; ``result`` says afterwards what became of all.
         """
-        loan = self._run(self._calls.reserve(chain, part=part, timeout_s=timeout_s))
+        loan = self._run(self._calls.reserve(chain, part=part, timeout_s=timeout_s, hints=hints))
         return Reservation(loan, self._calls, self._run)
 
     def fetch_into(
-        self, chain: PrefixChain, buffers: Buffer, *, part: Part | None = None, timeout_s: float | None = None
+        self,
+        chain: PrefixChain,
+        buffers: Buffer,
+        *,
+        part: Part | None = None,
+        timeout_s: float | None = None,
+        hints: Hints | None = None,
     ) -> FetchResult:
         """Copy the longest stored prefix into ``buffers``: one per block, or one that holds all in a row.
 
         Checksum and generation of every block are checked after the copy. Buffers behind the result's
         ``blocks`` may have been written to and hold nothing of value.
         """
-        return self._run(self._calls.fetch_into(chain, buffers, part=part, timeout_s=timeout_s))
+        return self._run(self._calls.fetch_into(chain, buffers, part=part, timeout_s=timeout_s, hints=hints))
 
     def get(
-        self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
+        self,
+        chain: PrefixChain,
+        *,
+        part: Part | None = None,
+        timeout_s: float | None = None,
+        hints: Hints | None = None,
     ) -> list[npt.NDArray[np.uint8]]:
         """Return the bytes of the longest stored prefix, one array ``[length_bytes]`` uint8 per block."""
         blocks: list[npt.NDArray[np.uint8]] = []
-        result = self._run(self._calls.get(chain, blocks, part=part, timeout_s=timeout_s))
+        result = self._run(self._calls.get(chain, blocks, part=part, timeout_s=timeout_s, hints=hints))
         return blocks[: result.blocks]
 
     def get_block(
@@ -251,14 +275,16 @@ class KVStore(RecordMethods):
         part: Part | None = None,
         timeout_s: float | None = None,
         checksums: Sequence[int] | None = None,
+        hints: Hints | None = None,
     ) -> PutResult:
         """Store the blocks of ``chain``: one payload per block, or one buffer that holds all in a row.
 
         Blocks that are present are not written again. What found no room, or no server, is dropped, and so
         is a payload whose xxh3-64 is not the one given in ``checksums``. ``doubtful`` names those blocks.
+        ``hints`` say what is known of the blocks' future.
         """
         return self._run(
-            self._calls.put(chain, payloads, part=part, timeout_s=timeout_s, checksums=checksums)
+            self._calls.put(chain, payloads, part=part, timeout_s=timeout_s, checksums=checksums, hints=hints)
         )
 
     def put_block(
@@ -272,6 +298,20 @@ class KVStore(RecordMethods):
         """Store one block (``chain[n : n + 1]``); True if it is stored now, by this call or before."""
         put = self.put(only_block(block), payload, part=part, timeout_s=timeout_s)
         return put.dropped == 0
+
+    def hint(
+        self,
+        chain: PrefixChain,
+        hints: Hints,
+        *,
+        part: Part | None = None,
+        timeout_s: float | None = None,
+    ) -> bool:
+        """Say more of the future of stored blocks, as that their conversation is over. It is no use of them.
+
+        For what is known only after their put or fetch. Returns whether the store heard it.
+        """
+        return self._run(self._calls.hint(chain, hints, part=part, timeout_s=timeout_s))
 
     def prefetch(
         self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
@@ -306,6 +346,17 @@ class KVStore(RecordMethods):
             ServerUnavailable: no server answers in time.
         """
         return self._run(self._calls.why(chain, part=part, timeout_s=timeout_s))
+
+    def change_policy(self, name: str, *, timeout_s: float | None = None) -> str:
+        """Give every tier of the server another policy, and return the one before. Blocks and leases stay.
+
+        Until the server ends: its configuration names the policy of its next start.
+
+        Raises:
+            InvalidRequest: no policy has that name.
+            ServerUnavailable: no server answers in time.
+        """
+        return self._run(self._calls.change_policy(name, timeout_s=timeout_s))
 
     def advance_epoch(self, model: str, *, timeout_s: float | None = None) -> int:
         """Make every block stored for a model so far unreachable, on all nodes; returns the new epoch.

@@ -25,6 +25,7 @@ from kvstore.fetch_calls import (
     fetch_plan,
     is_peeked,
 )
+from kvstore.hints import Hints
 from kvstore.holding_calls import Grant, Loan
 from kvstore.keys import KEY_BYTES, BlockKey, Namespace, NamespaceDigest, PrefixChain, require_model
 from kvstore.layout import Part
@@ -168,23 +169,43 @@ class ClientCalls:
         return namespace.digest, keys
 
     def fetch_into(
-        self, chain: PrefixChain, buffers: Buffer, *, part: Part | None, timeout_s: float | None
+        self,
+        chain: PrefixChain,
+        buffers: Buffer,
+        *,
+        part: Part | None,
+        timeout_s: float | None,
+        hints: Hints | None = None,
     ) -> Call[FetchResult]:
         """Copy the longest stored prefix into buffers."""
         length_bytes = self._state.length_bytes(chain, part)
         views = split_buffers(buffers, length_bytes=length_bytes, count=len(chain), what="buffers")
         require_writable(views, "buffers")
-        return self._fetch(chain, lambda start, stop: views[start:stop], part=part, timeout_s=timeout_s)
+        return self._fetch(
+            chain, lambda start, stop: views[start:stop], part=part, timeout_s=timeout_s, hints=hints
+        )
 
     def get(
-        self, chain: PrefixChain, blocks: list[Array], *, part: Part | None, timeout_s: float | None
+        self,
+        chain: PrefixChain,
+        blocks: list[Array],
+        *,
+        part: Part | None,
+        timeout_s: float | None,
+        hints: Hints | None = None,
     ) -> Call[FetchResult]:
         """Copy the longest stored prefix into arrays made for it, which are appended to ``blocks``."""
         source = allocate_blocks(self._state.length_bytes(chain, part), blocks)
-        return self._fetch(chain, source, part=part, timeout_s=timeout_s)
+        return self._fetch(chain, source, part=part, timeout_s=timeout_s, hints=hints)
 
     def _fetch(
-        self, chain: PrefixChain, buffers: BufferSource, *, part: Part | None, timeout_s: float | None
+        self,
+        chain: PrefixChain,
+        buffers: BufferSource,
+        *,
+        part: Part | None,
+        timeout_s: float | None,
+        hints: Hints | None,
     ) -> Call[FetchResult]:
         tally = FetchTally()
         length_bytes = self._state.length_bytes(chain, part)
@@ -202,11 +223,18 @@ class ClientCalls:
                 length_bytes=length_bytes,
                 deadline_s=deadline_s,
                 tally=tally,
+                hints=hints,
             )
 
         return Call(
             lambda session: fetch_plan(
-                session, chain, part=part, length_bytes=length_bytes, buffers=buffers, tally=tally
+                session,
+                chain,
+                part=part,
+                length_bytes=length_bytes,
+                buffers=buffers,
+                tally=tally,
+                hints=hints,
             ),
             deadline_s,
             chain.namespace,
@@ -223,6 +251,7 @@ class ClientCalls:
         part: Part | None,
         timeout_s: float | None,
         checksums: Sequence[int] | None,
+        hints: Hints | None = None,
     ) -> Call[PutResult]:
         """Store blocks that are not stored yet."""
         self._refuse_if_read_only()
@@ -241,11 +270,26 @@ class ClientCalls:
                 length_bytes=length_bytes,
                 checksums=checksums,
                 tally=tally,
+                hints=hints,
             )
             return tally.result()
 
         deadline_s = self._deadline_s(timeout_s, self._state.timeouts.put_s)
         return Call(plan, deadline_s, chain.namespace, self._stored_so_far(tally), chain=chain)
+
+    def hint(
+        self, chain: PrefixChain, hints: Hints, *, part: Part | None, timeout_s: float | None
+    ) -> Call[bool]:
+        """Say more of the future of stored blocks."""
+        self._refuse_if_read_only()
+        self._state.length_bytes(chain, part)
+        return Call(
+            lambda session: calls.hint_plan(session, chain, part, hints),
+            self._deadline_s(timeout_s, self._state.timeouts.match_s),
+            chain.namespace,
+            self._no,
+            chain=chain,
+        )
 
     def prefetch(self, chain: PrefixChain, *, part: Part | None, timeout_s: float | None) -> Call[int]:
         """Load stored leading blocks into the top tier."""
@@ -263,13 +307,20 @@ class ClientCalls:
             chain=chain,
         )
 
-    def lease(self, chain: PrefixChain, *, part: Part | None, timeout_s: float | None) -> Call[Grant]:
+    def lease(
+        self,
+        chain: PrefixChain,
+        *,
+        part: Part | None,
+        timeout_s: float | None,
+        hints: Hints | None = None,
+    ) -> Call[Grant]:
         """Have the longest stored prefix made ready and leased."""
         length_bytes = self._state.length_bytes(chain, part)
         now_s = self._state.clock()
         return Call(
             lambda session: holding_calls.lease_plan(
-                session, chain, part=part, length_bytes=length_bytes, now_s=now_s
+                session, chain, part=part, length_bytes=length_bytes, now_s=now_s, hints=hints
             ),
             self._deadline_s(timeout_s, self._state.timeouts.fetch_s),
             chain.namespace,
@@ -317,7 +368,14 @@ class ClientCalls:
             holder=grant.connection,
         )
 
-    def reserve(self, chain: PrefixChain, *, part: Part | None, timeout_s: float | None) -> Call[Loan]:
+    def reserve(
+        self,
+        chain: PrefixChain,
+        *,
+        part: Part | None,
+        timeout_s: float | None,
+        hints: Hints | None = None,
+    ) -> Call[Loan]:
         """Have slots lent for the blocks that are not stored."""
         self._refuse_if_read_only()
         length_bytes = self._state.length_bytes(chain, part)
@@ -328,7 +386,9 @@ class ClientCalls:
             return Loan(chain, part, length_bytes, tally)
 
         return Call(
-            lambda session: holding_calls.reserve_plan(session, chain, part=part, length_bytes=length_bytes),
+            lambda session: holding_calls.reserve_plan(
+                session, chain, part=part, length_bytes=length_bytes, hints=hints
+            ),
             self._deadline_s(timeout_s, self._state.timeouts.put_s),
             chain.namespace,
             nothing,
@@ -380,6 +440,11 @@ class ClientCalls:
         """Explain the blocks of a chain."""
         self._state.length_bytes(chain, part)
         return self._control(lambda session: calls.why_plan(session, chain, part), timeout_s, chain.namespace)
+
+    def change_policy(self, name: str, *, timeout_s: float | None) -> Call[str]:
+        """Give every tier another policy."""
+        self._refuse_if_read_only()
+        return self._control(lambda _: calls.change_policy_plan(name), timeout_s)
 
     def advance_epoch(self, model: str, *, timeout_s: float | None) -> Call[int]:
         """End the present epoch of a model."""

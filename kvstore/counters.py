@@ -134,6 +134,7 @@ class Counters:
     write_drops: Counter[str] = field(default_factory=Counter)
     corrupt: Counter[str] = field(default_factory=Counter)
     leases: Counter[str] = field(default_factory=Counter)
+    hinted_requests: int = 0
     transfers: dict[tuple[str, str], TransferCounters] = field(default_factory=dict)
 
     def transfer(self, origin: str, target: str) -> TransferCounters:
@@ -151,5 +152,6 @@ class Counters:
             "write_drops_blocks": dict(self.write_drops),
             "corrupt_blocks": dict(self.corrupt),
             "lease_events": dict(self.leases),
+            "hinted_requests": self.hinted_requests,
             "transfers": {f"{a}->{b}": t.as_dict() for (a, b), t in self.transfers.items()},
         }

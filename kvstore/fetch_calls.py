@@ -26,6 +26,7 @@ from kvstore.calls import (
     window_blocks,
 )
 from kvstore.errors import ProtocolMismatch
+from kvstore.hints import Hints
 from kvstore.keys import PrefixChain
 from kvstore.layout import Part
 from kvstore.messages import Answer, ChainRef, Failed, Fetch, Peek, Ready, ReadySlot, Release, Request, Seen
@@ -96,13 +97,14 @@ def fetch_at_once(
     length_bytes: int,
     deadline_s: float,
     tally: FetchTally,
+    hints: Hints | None = None,
 ) -> FetchResult | None:
     """Fetch few blocks by one exchange and one copy on the caller's thread; None if that does not suffice.
 
     Then ``fetch_plan`` goes on with what the tally keeps of it.
     """
     remaining_s = max(0.0, deadline_s - time.monotonic())
-    answer = link.ask(Peek(about, time_for_server_us(remaining_s)), deadline_s)
+    answer = link.ask(Peek(about, time_for_server_us(remaining_s), hints), deadline_s)
     if not isinstance(answer, Seen) or link.arena is None:
         tally.peeked = None if isinstance(answer, Failed) else answer
         return None
@@ -135,10 +137,11 @@ def fetch_plan(
     length_bytes: int,
     buffers: BufferSource,
     tally: FetchTally,
+    hints: Hints | None = None,
 ) -> Plan[FetchResult]:
     """Copy the longest stored prefix into buffers."""
     reason = yield from _fetch_windows(
-        session, chain, part=part, length_bytes=length_bytes, buffers=buffers, tally=tally
+        session, chain, part=part, length_bytes=length_bytes, buffers=buffers, tally=tally, hints=hints
     )
     return tally.result(reason)
 
@@ -151,6 +154,7 @@ def _fetch_windows(
     length_bytes: int,
     buffers: BufferSource,
     tally: FetchTally,
+    hints: Hints | None,
 ) -> Plan[MissReason | None]:
     """Copy window by window; returns why it ended early."""
     check_keys(chain)
@@ -160,7 +164,7 @@ def _fetch_windows(
         if is_peeked(about.chain, length_bytes):
             peeked, tally.peeked = tally.peeked, None
             if peeked is None:
-                peeked = yield Ask(Peek(about, server_timeout_us(session)))
+                peeked = yield Ask(Peek(about, server_timeout_us(session), hints))
             answer = _check_peeked(peeked, about, length_bytes)
             if isinstance(answer, Seen):
                 end = yield from _copy_seen(session, answer, buffers=buffers, start=start, tally=tally)
@@ -168,9 +172,9 @@ def _fetch_windows(
                     continue
                 if end is ReadEnd.STOPPED:
                     return _why_stopped(session)
-                answer = yield from _ask_fetch(session, about, length_bytes)
+                answer = yield from _ask_fetch(session, about, length_bytes, hints)
         else:
-            answer = yield from _ask_fetch(session, about, length_bytes)
+            answer = yield from _ask_fetch(session, about, length_bytes, hints)
         reason = yield from _copy_out(session, about, answer, buffers=buffers, start=start, tally=tally)
         if reason is not None:
             return reason
@@ -179,8 +183,8 @@ def _fetch_windows(
     return None
 
 
-def _ask_fetch(session: Session, about: ChainRef, length_bytes: int) -> Plan[Ready]:
-    answer = yield from ask_for(Fetch(about, server_timeout_us(session)), Ready)
+def _ask_fetch(session: Session, about: ChainRef, length_bytes: int, hints: Hints | None) -> Plan[Ready]:
+    answer = yield from ask_for(Fetch(about, server_timeout_us(session), hints), Ready)
     return _fitting(answer, about, length_bytes)
 
 

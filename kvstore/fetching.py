@@ -8,6 +8,7 @@ from typing import cast
 
 from kvstore.directory import BlockEntry, Shelf
 from kvstore.granting import Granter, ReadyCopies
+from kvstore.hints import Hints
 from kvstore.keys import BlockKey, PrefixChain
 from kvstore.layout import Part
 from kvstore.loading import Loader, Probed
@@ -99,7 +100,7 @@ class Fetcher:
         return MissReason.UNAVAILABLE if is_down else self._state.directory.why_gone(shelf.name(key))
 
     def fetch_at_once(
-        self, chain: PrefixChain, *, owner: Owner, part: Part | None = None
+        self, chain: PrefixChain, *, owner: Owner, part: Part | None = None, hints: Hints | None = None
     ) -> ReadyCopies | None:
         """Lease a chain that is READY in the top tier as a whole; None if it is not, or may not be leased.
 
@@ -107,12 +108,14 @@ class Fetcher:
             InvalidRequest: the namespace is not open.
         """
         entries = self._all_on_top(chain, part)
-        ready = self._granter.ready(owner, entries, chain.block_tokens) if entries else None
+        ready = self._granter.ready(owner, entries, chain.block_tokens, hints) if entries else None
         if ready is not None:
             self._note_fetch(chain, part)
         return ready
 
-    def fetch_leading_at_once(self, chain: PrefixChain, *, owner: Owner, part: Part | None = None) -> Fetched:
+    def fetch_leading_at_once(
+        self, chain: PrefixChain, *, owner: Owner, part: Part | None = None, hints: Hints | None = None
+    ) -> Fetched:
         """Lease the leading blocks of a chain that are READY in the top tier now, however few.
 
         Raises:
@@ -121,12 +124,14 @@ class Fetcher:
         shelf = self._state.directory.shelf(chain.namespace, part)
         if shelf.is_stale:
             return Fetched((), None, MissReason.OTHER_EPOCH)
-        fetched = self._granter.lease_leading(owner, shelf, chain)
+        fetched = self._granter.lease_leading(owner, shelf, chain, hints)
         if fetched.blocks:
             self._note_fetch(chain[: len(fetched.blocks)], part)
         return fetched
 
-    def peek_at_once(self, chain: PrefixChain, *, part: Part | None = None) -> ReadyCopies | None:
+    def peek_at_once(
+        self, chain: PrefixChain, *, part: Part | None = None, hints: Hints | None = None
+    ) -> ReadyCopies | None:
         """Find a chain that is READY in the top tier as a whole, and lease nothing; None if it is not.
 
         It is a use of the blocks. What the copies hold by the time it is read is the reader's to check.
@@ -138,7 +143,7 @@ class Fetcher:
         if not entries:
             return None
         self._note_fetch(chain, part)
-        return self._granter.seen(entries, chain.block_tokens)
+        return self._granter.seen(entries, chain.block_tokens, hints)
 
     async def fetch(
         self,
@@ -147,6 +152,7 @@ class Fetcher:
         owner: Owner,
         part: Part | None = None,
         timeout_s: float | None = None,
+        hints: Hints | None = None,
     ) -> Fetched:
         """Make the longest stored prefix READY in slots of the top tier, leased to ``owner``.
 
@@ -167,11 +173,12 @@ class Fetcher:
         self._note_fetch(chain, part)
         on_top = self._all_on_top(chain, part)
         if on_top is not None:
-            return self._granter.fetched(owner, chain, on_top, [state.top.name] * len(on_top), None)
+            origins = [state.top.name] * len(on_top)
+            return self._granter.fetched(owner, chain, on_top, origins, None, hints=hints)
         with state.holding() as held:
             origins, reason = await self._bring_up(shelf, chain, held, deadline_s)
             entries = [shelf.entries[key] for key in chain.keys[: len(origins)]]
-            fetched = self._granter.fetched(owner, chain, entries, origins, reason)
+            fetched = self._granter.fetched(owner, chain, entries, origins, reason, hints=hints)
         self._note_fill()
         return fetched
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvstore.directory import BlockEntry, Copy, Shelf
+from kvstore.hints import Hints
 from kvstore.keys import PrefixChain
 from kvstore.miss import MissReason
 from kvstore.mover import Mover
@@ -39,6 +40,8 @@ class Granter:
         entries: Sequence[BlockEntry],
         origins: list[str],
         reason: MissReason | None,
+        *,
+        hints: Hints | None = None,
     ) -> Fetched:
         """Lease READY leading blocks to whoever fetched a chain, and count how its lookups ended."""
         state = self._state
@@ -48,29 +51,37 @@ class Granter:
         if within < len(entries):
             entries, origins, reason = entries[:within], origins[:within], MissReason.QUOTA
         lease = self._grant(owner, entries)
-        self._note_use(entries)
+        self._note_use(entries, hints)
         state.counters.fetch.count(len(chain), origins, reason, block_tokens=chain.block_tokens)
         return Fetched(tuple(map(self._block, entries, origins)), lease, reason)
 
-    def ready(self, owner: Owner, entries: Sequence[BlockEntry], block_tokens: int) -> ReadyCopies | None:
+    def ready(
+        self, owner: Owner, entries: Sequence[BlockEntry], block_tokens: int, hints: Hints | None = None
+    ) -> ReadyCopies | None:
         """Lease a chain that is READY in the top tier as a whole; None if it may not be leased."""
         if not self._state.leases.is_live(owner) or self._within_pin_budget(entries) < len(entries):
             return None
-        return self._found_on_top(entries, self._grant(owner, entries), block_tokens)
+        return self._found_on_top(entries, self._grant(owner, entries), block_tokens, hints)
 
-    def seen(self, entries: Sequence[BlockEntry], block_tokens: int) -> ReadyCopies:
+    def seen(
+        self, entries: Sequence[BlockEntry], block_tokens: int, hints: Hints | None = None
+    ) -> ReadyCopies:
         """Point to a chain that is READY in the top tier as a whole, and lease nothing; it is a use."""
-        return self._found_on_top(entries, None, block_tokens)
+        return self._found_on_top(entries, None, block_tokens, hints)
 
     def _found_on_top(
-        self, entries: Sequence[BlockEntry], lease: LeaseId | None, block_tokens: int
+        self,
+        entries: Sequence[BlockEntry],
+        lease: LeaseId | None,
+        block_tokens: int,
+        hints: Hints | None,
     ) -> ReadyCopies:
         top = self._state.top.name
         copies = [entry.copies[top] for entry in entries]
         for copy in copies:
             if copy.generation is None:
                 self._note_generation(copy)
-        self._note_use(entries)
+        self._note_use(entries, hints)
         self._state.counters.fetch.count_hits(len(entries), top, block_tokens=block_tokens)
         return ReadyCopies(copies, entries[0].length_bytes, top, lease)
 
@@ -98,13 +109,15 @@ class Granter:
         lease = self._grant(owner, entries)
         return tuple([self._block(entry, top) for entry in entries]), lease, reason
 
-    def lease_leading(self, owner: Owner, shelf: Shelf, chain: PrefixChain) -> Fetched:
+    def lease_leading(
+        self, owner: Owner, shelf: Shelf, chain: PrefixChain, hints: Hints | None = None
+    ) -> Fetched:
         """As ``leading_on_top``, but a use of what was found, and counted as a fetch of that."""
         blocks, lease, _ = self.leading_on_top(owner, shelf, chain)
         if not blocks:
             return Fetched((), None, None)
         entries = [shelf.entries[key] for key in chain.keys[: len(blocks)]]
-        self._note_use(entries)
+        self._note_use(entries, hints)
         top = self._state.top.name
         self._state.counters.fetch.count_hits(len(entries), top, block_tokens=chain.block_tokens)
         return Fetched(blocks, lease, None)
@@ -136,11 +149,14 @@ class Granter:
                 return index
         return len(entries)
 
-    def _note_use(self, entries: Sequence[BlockEntry]) -> None:
+    def _note_use(self, entries: Sequence[BlockEntry], hints: Hints | None) -> None:
+        if not entries:
+            return
         state = self._state
         names = [entry.name for entry in entries]
+        hint = state.hint(entries[0].shelf, hints)
         for policy in state.policies.values():
-            policy.touch(names, now_s=state.clock())
+            policy.touch(names, now_s=state.clock(), hint=hint)
         self._uses.note(entries)
         if state.settings.write_mode is WriteMode.SECOND_HIT:
             self._mover.write_through(entries)

@@ -24,6 +24,7 @@ from kvstore.calls import (
     why_unwritten,
 )
 from kvstore.errors import InvalidRequest, ProtocolMismatch, TierFull, TierUnavailable
+from kvstore.hints import Hints
 from kvstore.in_place import are_current, require_slots, sum_slots, verify_slots
 from kvstore.keys import BlockKey, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
@@ -110,12 +111,18 @@ def exists_plan(
 
 
 def lease_plan(
-    session: Session, chain: PrefixChain, *, part: Part | None, length_bytes: int, now_s: float
+    session: Session,
+    chain: PrefixChain,
+    *,
+    part: Part | None,
+    length_bytes: int,
+    now_s: float,
+    hints: Hints | None = None,
 ) -> Plan[Grant]:
     """Have the longest stored prefix made ready and leased."""
     check_keys(chain)
     session.reading_arena()
-    request = LeaseChain(ChainRef(chain, part), server_timeout_us(session))
+    request = LeaseChain(ChainRef(chain, part), server_timeout_us(session), hints)
     answer = yield from ask_for(request, Leased)
     if len(answer.slots) != len(answer.tiers.indices):
         raise ProtocolMismatch("answer: blocks were made ready that are not leased")
@@ -182,13 +189,20 @@ def view_plan(session: Session, grant: Grant) -> Plan[list[memoryview]]:
     return [arena.slot(slot.offset, length_bytes).toreadonly() for slot in slots[:good]]
 
 
-def reserve_plan(session: Session, chain: PrefixChain, *, part: Part | None, length_bytes: int) -> Plan[Loan]:
+def reserve_plan(
+    session: Session,
+    chain: PrefixChain,
+    *,
+    part: Part | None,
+    length_bytes: int,
+    hints: Hints | None = None,
+) -> Plan[Loan]:
     """Have slots lent for the blocks that are not stored."""
     check_keys(chain)
     loan = Loan(chain, part, length_bytes, PutTally(len(chain)))
     arena = session.writing_arena()
     try:
-        lent = yield from ask_for_slots(session, ChainRef(chain, part), 0, loan.tally)
+        lent = yield from ask_for_slots(session, ChainRef(chain, part), 0, loan.tally, hints)
     except (TierFull, TierUnavailable) as error:
         loan.tally.note_reason(miss_reason(error))
         return loan

@@ -15,6 +15,7 @@ from kvstore.calls import MALFORMED, FetchResult
 from kvstore.checksum import checksum
 from kvstore.errors import InvalidRequest, ProtocolMismatch
 from kvstore.fetch_calls import BufferSource
+from kvstore.hints import Hints
 from kvstore.holding_calls import Grant
 from kvstore.http_link import HttpAnswer, HttpRequest, Piece, json_object
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
@@ -73,11 +74,15 @@ class _NoConnection:
 _NO_CONNECTION = _NoConnection()
 
 
-def chain_values(chain: PrefixChain, part: Part | None) -> dict[str, Any]:  # Any: JSON
-    """Return the members of a request that name blocks and their place in their sequence."""
+def chain_values(
+    chain: PrefixChain, part: Part | None, hints: Hints | None = None
+) -> dict[str, Any]:  # Any: JSON
+    """Return the members of a request that name blocks and their place in their sequence, and its hints."""
     values = key_values(chain.namespace, chain.keys, part)
     if chain.parent is not None:
         values |= {"start": chain.start, "parent": chain.parent.hex()}
+    if hints is not None:
+        values["hints"] = hints.as_dict()
     return values
 
 
@@ -192,6 +197,11 @@ def read_count(name: str) -> Callable[[HttpAnswer], int]:
     return lambda answer: _count(answer.json(), name)
 
 
+def read_text(name: str) -> Callable[[HttpAnswer], str]:
+    """Return a reader of one text."""
+    return lambda answer: _text(answer.json(), name)
+
+
 def read_erasure(answer: HttpAnswer) -> EraseReport:
     """Read what an erasure came to."""
     try:
@@ -289,9 +299,10 @@ def store_request(
     *,
     part: Part | None,
     remaining_s: float,
+    hints: Hints | None = None,
 ) -> HttpRequest:
     """Ask to store blocks; their payloads are sent in place."""
-    values = chain_values(chain, part)
+    values = chain_values(chain, part, hints)
     values["checksums"] = [f"{digest:016x}" for digest in checksums]
     head = json.dumps(timed(values, remaining_s)).encode()
     body: list[Piece] = [_HEAD_LENGTH.pack(len(head)) + head]

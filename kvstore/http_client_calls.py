@@ -13,6 +13,7 @@ from kvstore.calls import FetchResult, Plan, Session
 from kvstore.client_calls import Array, Call, ClientCalls
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.fetch_calls import BufferSource, allocate_blocks
+from kvstore.hints import Hints
 from kvstore.holding_calls import Grant, Loan
 from kvstore.http_calls import Fetching, Putting
 from kvstore.http_link import HttpAnswer, HttpRequest
@@ -111,20 +112,34 @@ class HttpClientCalls(ClientCalls):
         )
 
     def fetch_into(
-        self, chain: PrefixChain, buffers: Buffer, *, part: Part | None, timeout_s: float | None
+        self,
+        chain: PrefixChain,
+        buffers: Buffer,
+        *,
+        part: Part | None,
+        timeout_s: float | None,
+        hints: Hints | None = None,
     ) -> HttpCall[FetchResult]:
         """Receive the longest stored prefix into buffers."""
         length_bytes = self._require(chain, part)
         views = split_buffers(buffers, length_bytes=length_bytes, count=len(chain), what="buffers")
         require_writable(views, "buffers")
-        return self._receive(chain, lambda start, stop: views[start:stop], part=part, timeout_s=timeout_s)
+        return self._receive(
+            chain, lambda start, stop: views[start:stop], part=part, timeout_s=timeout_s, hints=hints
+        )
 
     def get(
-        self, chain: PrefixChain, blocks: list[Array], *, part: Part | None, timeout_s: float | None
+        self,
+        chain: PrefixChain,
+        blocks: list[Array],
+        *,
+        part: Part | None,
+        timeout_s: float | None,
+        hints: Hints | None = None,
     ) -> HttpCall[FetchResult]:
         """Receive the longest stored prefix into arrays made for it, which are appended to ``blocks``."""
         source = allocate_blocks(self._require(chain, part), blocks)
-        return self._receive(chain, source, part=part, timeout_s=timeout_s)
+        return self._receive(chain, source, part=part, timeout_s=timeout_s, hints=hints)
 
     def put(
         self,
@@ -134,6 +149,7 @@ class HttpClientCalls(ClientCalls):
         part: Part | None,
         timeout_s: float | None,
         checksums: Sequence[int] | None,
+        hints: Hints | None = None,
     ) -> HttpCall[PutResult]:
         """Send blocks, but for leading ones that are stored already."""
         self._refuse_if_read_only()
@@ -150,7 +166,7 @@ class HttpClientCalls(ClientCalls):
         def work(session: HttpSession) -> PutResult:
             if len(chain) * length_bytes > _SMALL_PUT_BYTES:
                 putting.note_present(_leading_present(session, chain, part))
-            sending = _Sending(session, chain, part, views, checksums)
+            sending = _Sending(session, chain, part, views, checksums, hints)
             sending.send_to(putting, window=_window_blocks(length_bytes))
             return putting.result()
 
@@ -160,6 +176,21 @@ class HttpClientCalls(ClientCalls):
             chain=chain,
             when_away=stored_so_far,
             work=work,
+        )
+
+    def hint(
+        self, chain: PrefixChain, hints: Hints, *, part: Part | None, timeout_s: float | None
+    ) -> HttpCall[bool]:
+        """Say more of the future of stored blocks."""
+        self._refuse_if_read_only()
+        self._require(chain, part)
+        return self._about(
+            chain,
+            "/v1/hints",
+            http_calls.chain_values(chain, part, hints),
+            http_calls.read_flag("noted"),
+            self._deadline_s(timeout_s, self._state.timeouts.match_s),
+            self._no,
         )
 
     def prefetch(self, chain: PrefixChain, *, part: Part | None, timeout_s: float | None) -> HttpCall[int]:
@@ -179,14 +210,21 @@ class HttpClientCalls(ClientCalls):
             none,
         )
 
-    def lease(self, chain: PrefixChain, *, part: Part | None, timeout_s: float | None) -> HttpCall[Grant]:
+    def lease(
+        self,
+        chain: PrefixChain,
+        *,
+        part: Part | None,
+        timeout_s: float | None,
+        hints: Hints | None = None,
+    ) -> HttpCall[Grant]:
         """Have the longest stored prefix loaded and leased."""
         self._require(chain, part)
         now_s = self._state.clock()
         return self._about(
             chain,
             "/v1/leases",
-            http_calls.chain_values(chain, part),
+            http_calls.chain_values(chain, part, hints),
             lambda answer: http_calls.read_leased_match(chain, part, answer, now_s)[1],
             self._deadline_s(timeout_s, self._state.timeouts.fetch_s),
             lambda error: Grant(chain[:0], part, self._state.note_away(error)),
@@ -227,7 +265,14 @@ class HttpClientCalls(ClientCalls):
         """Refuse: there is nothing to look into."""
         raise InvalidRequest("view: over HTTP there is no shared memory: use get or fetch_into")
 
-    def reserve(self, chain: PrefixChain, *, part: Part | None, timeout_s: float | None) -> HttpCall[Loan]:
+    def reserve(
+        self,
+        chain: PrefixChain,
+        *,
+        part: Part | None,
+        timeout_s: float | None,
+        hints: Hints | None = None,
+    ) -> HttpCall[Loan]:
         """Refuse: there is nothing to write into."""
         raise InvalidRequest("reserve: over HTTP there is no shared memory: use put")
 
@@ -252,6 +297,12 @@ class HttpClientCalls(ClientCalls):
         """Explain the blocks of a chain."""
         chain = chain[:_MAX_WHY_BLOCKS]
         return self._control_about(chain, part, "/v1/why", http_calls.read_reports, timeout_s)
+
+    def change_policy(self, name: str, *, timeout_s: float | None) -> HttpCall[str]:
+        """Give every tier another policy."""
+        self._refuse_if_read_only()
+        request = HttpRequest.of_json("POST", "/v1/admin/policy", {"policy": name})
+        return self._whole(request, http_calls.read_text("before"), timeout_s)
 
     def advance_epoch(self, model: str, *, timeout_s: float | None) -> HttpCall[int]:
         """End the present epoch of a model."""
@@ -322,7 +373,13 @@ class HttpClientCalls(ClientCalls):
         )
 
     def _receive(
-        self, chain: PrefixChain, buffers: BufferSource, *, part: Part | None, timeout_s: float | None
+        self,
+        chain: PrefixChain,
+        buffers: BufferSource,
+        *,
+        part: Part | None,
+        timeout_s: float | None,
+        hints: Hints | None,
     ) -> HttpCall[FetchResult]:
         length_bytes = self._state.length_bytes(chain, part)
         fetching = Fetching(self._state.note_corrupt, buffers, length_bytes)
@@ -332,7 +389,7 @@ class HttpClientCalls(ClientCalls):
             reason: MissReason | None = None
             for start in range(0, len(chain), window):
                 wanted = chain[start : start + window]
-                reason = _fetch_window(session, wanted, part, fetching.take(wanted, start))
+                reason = _fetch_window(session, wanted, part, hints, fetching.take(wanted, start))
                 if reason is not None:
                     break
             return fetching.result(reason)
@@ -405,12 +462,14 @@ class _Sending:
         part: Part | None,
         payloads: Sequence[Bytes],
         checksums: Sequence[int] | None,
+        hints: Hints | None,
     ) -> None:
         self._session = session
         self._chain = chain
         self._part = part
         self._payloads = payloads
         self._checksums = checksums
+        self._hints = hints
 
     def send_to(self, putting: Putting, *, window: int) -> None:
         """Send what is not known to be there, window by window, until one has no room."""
@@ -435,7 +494,12 @@ class _Sending:
 
         def ask() -> PutResult:
             request = http_calls.store_request(
-                chain, payloads, sums, part=self._part, remaining_s=session.remaining_s()
+                chain,
+                payloads,
+                sums,
+                part=self._part,
+                remaining_s=session.remaining_s(),
+                hints=self._hints,
             )
             return session.ask(request, take)
 
@@ -454,9 +518,10 @@ def _fetch_window(
     session: HttpSession,
     wanted: PrefixChain,
     part: Part | None,
+    hints: Hints | None,
     take: Callable[[HttpAnswer], MissReason | None],
 ) -> MissReason | None:
-    values = http_calls.chain_values(wanted, part)
+    values = http_calls.chain_values(wanted, part, hints)
     return session.about(wanted.namespace, lambda: session.ask_timed("POST", "/v1/fetch", values, take))
 
 

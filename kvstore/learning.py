@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from kvstore.epochs import EpochKeeper
 from kvstore.garbage import garbage_collection_paused
 from kvstore.miss import MissReason
+from kvstore.policy_keeping import adopt
 from kvstore.state import State
-from kvstore.tier import BlockHeader, ChangingTier, StorageKey, Tier
+from kvstore.tier import BlockHeader, ChangingTier, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -66,23 +67,10 @@ class Learner:
         with garbage_collection_paused():
             names, strangers = state.directory.adopt(headers, tier.name)
             if names:
-                self._tell_policy(tier, names)
+                adopt(state, state.policies[tier.name], tier.name, names)
         if strangers:
             logger.warning("%s: %d blocks contradict their namespace: dropped", tier.name, len(strangers))
             await tier.drop(strangers)
-
-    def _tell_policy(self, tier: Tier, names: Sequence[StorageKey]) -> None:
-        state = self._state
-        by_size: dict[int, tuple[list[StorageKey], list[StorageKey | None]]] = {}
-        for name in names:
-            entry = state.directory.find(name)
-            assert entry is not None, "a block that was filed has no entry"
-            is_counted = entry.parent is not None and entry.copies[tier.name].is_counted
-            group = by_size.setdefault(entry.length_bytes, ([], []))
-            group[0].append(name)
-            group[1].append(entry.shelf.name(entry.parent) if is_counted and entry.parent else None)
-        for size_bytes, (blocks, parents) in by_size.items():
-            state.policies[tier.name].adopt(blocks, parents, size_bytes=size_bytes, now_s=state.clock())
 
     def _forget(self, tier: Tier, headers: Sequence[BlockHeader]) -> None:
         state = self._state

@@ -17,6 +17,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.explain import explain
 from kvstore.fetching import Fetcher
 from kvstore.granting import Granter, ReadyCopies
+from kvstore.hints import Hints
 from kvstore.inspection import check_manager, check_top_copies
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
@@ -24,7 +25,9 @@ from kvstore.learning import Learner
 from kvstore.loading import Loader
 from kvstore.mover import Mover
 from kvstore.occupancy import occupancies
-from kvstore.policy import GittinsPolicy, NewPolicy
+from kvstore.policy import EvictionPolicy, GittinsPolicy, NewPolicy, policy_name
+from kvstore.policy_file import PolicyFile
+from kvstore.policy_keeping import PolicyKeeper
 from kvstore.presence import find_present
 from kvstore.putting import Putter
 from kvstore.recency import Uses
@@ -78,6 +81,7 @@ class BlockManager:
         settings: ManagerSettings | None = None,
         new_policy: NewPolicy = GittinsPolicy,
         epoch_file: EpochFile | None = None,
+        policy_file: PolicyFile | None = None,
         encryption: Encryption | None = None,
         new_size_curve: Callable[[int], SizeCurve] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -102,6 +106,7 @@ class BlockManager:
         self._epochs = EpochKeeper(self._state, self._space, epoch_file)
         self._eraser = None if encryption is None else Eraser(self._state, self._space, encryption)
         self._learner = Learner(self._state, self._epochs)
+        self._policies = PolicyKeeper(self._state, policy_file)
         self._uses = Uses(self._state)
         self._granter = Granter(self._state, self._uses, self._mover)
         self._maintenance: list[asyncio.Task[None]] = []
@@ -125,12 +130,14 @@ class BlockManager:
             if self._eraser is not None:
                 await self._eraser.open()
             await self._learner.learn()
+            await self._policies.open()
             opened.pop_all()
         self._mover.start()
         self._maintenance = [
             asyncio.create_task(self._sweep_forever(), name="manager-sweep"),
             asyncio.create_task(self._age_forever(), name="manager-age"),
             asyncio.create_task(self._epochs.poll_forever(), name="manager-epochs"),
+            asyncio.create_task(self._policies.keep_forever(), name="manager-policies"),
         ]
         if self._state.size_curve is not None:
             ghost = self._state.size_curve.run_forever()
@@ -164,6 +171,7 @@ class BlockManager:
         if not has_loaded:
             logger.warning("closing: loads have not ended after %.1f s: abandoned", patience_s)
         await self._uses.tell()
+        await self._policies.keep()
         if self._eraser is not None:
             patience_s = max(_LAST_MOVES_S, until_s - now_s())
             await asyncio.wait([asyncio.ensure_future(self._eraser.close())], timeout=patience_s)
@@ -251,6 +259,7 @@ class BlockManager:
         owner: Owner,
         part: Part | None = None,
         timeout_s: float | None = None,
+        hints: Hints | None = None,
     ) -> Fetched:
         """Make the longest stored prefix READY in slots of the top tier, leased to ``owner``.
 
@@ -260,33 +269,37 @@ class BlockManager:
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        return await self._fetcher.fetch(chain, owner=owner, part=part, timeout_s=timeout_s)
+        return await self._fetcher.fetch(chain, owner=owner, part=part, timeout_s=timeout_s, hints=hints)
 
     def fetch_at_once(
-        self, chain: PrefixChain, *, owner: Owner, part: Part | None = None
+        self, chain: PrefixChain, *, owner: Owner, part: Part | None = None, hints: Hints | None = None
     ) -> ReadyCopies | None:
         """As ``fetch``, but None unless all of the chain is READY in the top tier and may be leased.
 
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        return self._fetcher.fetch_at_once(chain, owner=owner, part=part)
+        return self._fetcher.fetch_at_once(chain, owner=owner, part=part, hints=hints)
 
-    def fetch_leading_at_once(self, chain: PrefixChain, *, owner: Owner, part: Part | None = None) -> Fetched:
+    def fetch_leading_at_once(
+        self, chain: PrefixChain, *, owner: Owner, part: Part | None = None, hints: Hints | None = None
+    ) -> Fetched:
         """Lease the leading blocks of a chain that are READY in the top tier now, however few; ask nobody.
 
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        return self._fetcher.fetch_leading_at_once(chain, owner=owner, part=part)
+        return self._fetcher.fetch_leading_at_once(chain, owner=owner, part=part, hints=hints)
 
-    def peek_at_once(self, chain: PrefixChain, *, part: Part | None = None) -> ReadyCopies | None:
+    def peek_at_once(
+        self, chain: PrefixChain, *, part: Part | None = None, hints: Hints | None = None
+    ) -> ReadyCopies | None:
         """Find a chain that is READY in the top tier as a whole, leasing nothing; None if it is not.
 
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        return self._fetcher.peek_at_once(chain, part=part)
+        return self._fetcher.peek_at_once(chain, part=part, hints=hints)
 
     async def prefetch(
         self, chain: PrefixChain, *, part: Part | None = None, timeout_s: float | None = None
@@ -305,6 +318,7 @@ class BlockManager:
         owner: Owner,
         part: Part | None = None,
         timeout_s: float | None = None,
+        hints: Hints | None = None,
     ) -> Reserved:
         """Lend slots to write those blocks of ``chain`` into that are not stored.
 
@@ -313,17 +327,25 @@ class BlockManager:
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        return await self._putter.reserve(chain, owner=owner, part=part, timeout_s=timeout_s)
+        return await self._putter.reserve(chain, owner=owner, part=part, timeout_s=timeout_s, hints=hints)
 
     def reserve_at_once(
-        self, chain: PrefixChain, *, owner: Owner, part: Part | None = None
+        self, chain: PrefixChain, *, owner: Owner, part: Part | None = None, hints: Hints | None = None
     ) -> Reserved | None:
         """As ``reserve``, but None where room would have to be made first.
 
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        return self._putter.reserve_at_once(chain, owner=owner, part=part)
+        return self._putter.reserve_at_once(chain, owner=owner, part=part, hints=hints)
+
+    def note_hints(self, chain: PrefixChain, hints: Hints, *, part: Part | None = None) -> None:
+        """Tell the policies more of the future of stored blocks; it is no use of them.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        self._putter.note_hints(chain, hints, part=part)
 
     async def reserve_unnamed(
         self, count: int, length_bytes: int, *, owner: Owner, timeout_s: float | None = None
@@ -531,6 +553,20 @@ class BlockManager:
             if about is not None:
                 yield from (CopyChange(True, tier, *about) for tier in entry.residency())
 
+    def change_policy(self, name: str) -> str:
+        """Give every tier another policy, and return the name of the one before; blocks and leases stay.
+
+        Until the store ends: its configuration names the policy of the next start.
+
+        Raises:
+            InvalidRequest: no policy has that name.
+        """
+        return self._policies.change(name)
+
+    def policy_of(self, tier: str) -> EvictionPolicy:
+        """Return the policy of one tier."""
+        return self._state.policies[tier]
+
     def media(self) -> dict[str, Medium]:
         """Return what each tier is made of."""
         return {tier.name: tier.medium for tier in self._state.all_tiers()}
@@ -544,6 +580,7 @@ class BlockManager:
             "overdue_slots": state.leases.num_overdue,
             "owners": state.leases.num_owners,
             "loads": self._loader.num_loads,
+            "policy": policy_name(state.policies[state.top.name]),
             "epochs": state.directory.epochs(),
             "encryption": {"is_on": False} if self._eraser is None else self._eraser.stats(),
             "size_curve": size_answer(state),

@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple, Self, TypeAlias, cast
 import numpy as np
 
 from kvstore.errors import InvalidLayout, InvalidRequest, ProtocolMismatch
+from kvstore.hints import MAX_NEXT_USE_S, MAX_OUTPUT_TOKENS, MAX_PRIORITY, Hints
 from kvstore.keys import KEY_BYTES, BlockKey, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
 from kvstore.miss import MissReason
@@ -211,20 +212,62 @@ class EmptyMessage:
 
 @dataclass(frozen=True, slots=True)
 class ChainRequest:
-    """A request about a chain, within ``timeout_us`` microseconds."""
+    """A request about a chain, within ``timeout_us`` microseconds.
+
+    Of kinds that use blocks (``TAKES_HINTS``) it may say more of their future, in a field that is left out if
+    there is nothing to say.
+    """
+
+    TAKES_HINTS: ClassVar[bool] = False
 
     about: ChainRef
     timeout_us: int
+    hints: Hints | None = None
 
     def to_wire(self) -> Values:
-        """Return the chain's values and the time."""
-        return (*self.about.to_wire(), self.timeout_us)
+        """Return the chain's values, the time, and the hints if there are any."""
+        if self.hints is None:
+            return (*self.about.to_wire(), self.timeout_us)
+        return (*self.about.to_wire(), self.timeout_us, hints_to_wire(self.hints))
 
     @classmethod
     def from_wire(cls, values: Values) -> Self:
         """Return the checked request."""
+        hints = None
+        if cls.TAKES_HINTS and len(values) == ChainRef.FIELDS + 2:
+            *_, last = values
+            values, hints = values[:-1], hints_from_wire(last)
         count_fields(values, ChainRef.FIELDS + 1, cls.__name__)
-        return cls(ChainRef.from_wire(values[:-1]), integer(values[-1], 0, MAX_TIMEOUT_US, "timeout"))
+        return cls(ChainRef.from_wire(values[:-1]), integer(values[-1], 0, MAX_TIMEOUT_US, "timeout"), hints)
+
+
+_ENDS_SESSION, _IS_ONE_OFF = 1, 2
+
+
+def hints_to_wire(hints: Hints) -> Values:
+    """Return hints as flags, milliseconds until the next use or nil, priority, output tokens or nil."""
+    flags = hints.ends_session * _ENDS_SESSION | hints.is_one_off * _IS_ONE_OFF
+    next_use_ms = None if hints.next_use_s is None else round(hints.next_use_s * 1000)
+    return (flags, next_use_ms, hints.priority, hints.output_tokens)
+
+
+def hints_from_wire(value: WireValue) -> Hints:
+    """Return checked hints. Raises ProtocolMismatch for anything else."""
+    if not isinstance(value, tuple) or len(value) != 4:
+        raise ProtocolMismatch("message: hints are not an array of four")
+    flags, next_use_ms, priority, output_tokens = value
+    said = integer(flags, 0, _ENDS_SESSION | _IS_ONE_OFF, "hints' flags")
+    return Hints(
+        ends_session=bool(said & _ENDS_SESSION),
+        is_one_off=bool(said & _IS_ONE_OFF),
+        next_use_s=None
+        if next_use_ms is None
+        else integer(next_use_ms, 0, int(MAX_NEXT_USE_S * 1000), "next use") / 1000,
+        priority=integer(priority, -MAX_PRIORITY, MAX_PRIORITY, "priority"),
+        output_tokens=None
+        if output_tokens is None
+        else integer(output_tokens, 0, MAX_OUTPUT_TOKENS, "output tokens"),
+    )
 
 
 def timeout_us(timeout_s: float) -> int:

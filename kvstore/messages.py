@@ -37,6 +37,7 @@ from kvstore.record_messages import (
 from kvstore.requests import (
     AdvanceEpoch,
     AskSizes,
+    ChangePolicy,
     Check,
     Commit,
     Demote,
@@ -51,6 +52,7 @@ from kvstore.requests import (
     ListNamespaces,
     Match,
     MatchAndLease,
+    NoteHints,
     OpenNamespace,
     Peek,
     Ping,
@@ -92,6 +94,8 @@ Request: TypeAlias = (
     | Renew
     | ReportDamage
     | HelloReader
+    | NoteHints
+    | ChangePolicy
     | Peek
     | Erase
     | PutRecord
@@ -144,6 +148,8 @@ _REQUESTS: dict[int, type[Request]] = {
         Renew,
         ReportDamage,
         HelloReader,
+        NoteHints,
+        ChangePolicy,
         Peek,
         Erase,
         PutRecord,
@@ -210,6 +216,7 @@ __all__ = [
     "Answer",
     "AskSizes",
     "ChainRef",
+    "ChangePolicy",
     "Check",
     "Commit",
     "Count",
@@ -236,6 +243,7 @@ __all__ = [
     "Match",
     "MatchAndLease",
     "Matched",
+    "NoteHints",
     "OpenNamespace",
     "Peek",
     "Ping",

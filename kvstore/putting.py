@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 
 from kvstore.directory import BlockEntry, Copy, CopyState, Gone, Shelf
 from kvstore.errors import InvalidRequest, TierFull
+from kvstore.hints import Hints
 from kvstore.keys import BlockKey, PrefixChain
 from kvstore.layout import Part
 from kvstore.lease import LentSlot
 from kvstore.miss import MissReason
 from kvstore.mover import Mover
-from kvstore.policy import Offer
+from kvstore.policy import NO_HINT, Hint, Offer
 from kvstore.recency import Uses
 from kvstore.results import Owner, Published, Reserved, ReservedSlot
 from kvstore.space import Space
@@ -40,6 +41,7 @@ class Putter:
         owner: Owner,
         part: Part | None = None,
         timeout_s: float | None = None,
+        hints: Hints | None = None,
     ) -> Reserved:
         """Lend slots to write those blocks of ``chain`` into that are not stored.
 
@@ -48,30 +50,32 @@ class Putter:
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        at_once = self.reserve_at_once(chain, owner=owner, part=part)
+        at_once = self.reserve_at_once(chain, owner=owner, part=part, hints=hints)
         if at_once is not None:
             return at_once
         state = self._state
         deadline_s = state.deadline_s(timeout_s)
         shelf = state.directory.shelf(chain.namespace, part)
         missing = self._missing(shelf, chain)
-        self._note_present(shelf, chain, missing)
+        hint = state.hint(shelf, hints)
+        self._note_present(shelf, chain, missing, hint)
         within = await self._space.fit_quota_on_top(shelf, len(missing), deadline_s=deadline_s)
-        offer = self._offer(shelf, chain, missing[: min(within, self._share_left(owner, shelf))])
+        offer = self._offer(shelf, chain, missing[: min(within, self._share_left(owner, shelf))], hint)
         worth = await self._space.make_room_for(offer, deadline_s=deadline_s, by=shelf.namespace)
         return self._lend_missing(owner, shelf, chain, missing, offer, within=within, worth=worth)
 
     def reserve_at_once(
-        self, chain: PrefixChain, *, owner: Owner, part: Part | None = None
+        self, chain: PrefixChain, *, owner: Owner, part: Part | None = None, hints: Hints | None = None
     ) -> Reserved | None:
         """As ``reserve``, but None where room would have to be made first.
 
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        shelf = self._state.directory.shelf(chain.namespace, part)
+        state = self._state
+        shelf = state.directory.shelf(chain.namespace, part)
         if shelf.is_stale or self.is_draining:
-            self._state.counters.puts["dropped"] += len(chain)
+            state.counters.puts["dropped"] += len(chain)
             return Reserved(
                 (), 0, reason=MissReason.OTHER_EPOCH if shelf.is_stale else MissReason.UNAVAILABLE
             )
@@ -79,12 +83,13 @@ class Putter:
         wanted = min(len(missing), self._share_left(owner, shelf))
         if missing and not self._space.has_room_now(shelf.length_bytes, wanted):
             return None
-        self._note_present(shelf, chain, missing)
-        offer = self._offer(shelf, chain, missing[:wanted])
+        hint = state.hint(shelf, hints)
+        self._note_present(shelf, chain, missing, hint)
+        offer = self._offer(shelf, chain, missing[:wanted], hint)
         worth = self._space.admit_below_high_water(offer) if offer.blocks else 0
         return self._lend_missing(owner, shelf, chain, missing, offer, within=len(missing), worth=worth)
 
-    def _offer(self, shelf: Shelf, chain: PrefixChain, missing: Sequence[int]) -> Offer:
+    def _offer(self, shelf: Shelf, chain: PrefixChain, missing: Sequence[int], hint: Hint) -> Offer:
         """Offer blocks of a put to the policies: they are one request's, and compete with what is stored."""
         first = missing[0] if missing else 0
         parent = chain.keys[first - 1] if first else chain.parent
@@ -92,6 +97,7 @@ class Putter:
             [shelf.name(chain.keys[index]) for index in missing],
             shelf.length_bytes,
             None if parent is None else shelf.name(parent),
+            hint,
         )
         if missing:
             for policy in self._state.policies.values():
@@ -103,13 +109,13 @@ class Putter:
         state = self._state
         return state.leases.share_left(owner, shelf.length_bytes, state.top.capacity_bytes)
 
-    def _note_present(self, shelf: Shelf, chain: PrefixChain, missing: Sequence[int]) -> None:
+    def _note_present(self, shelf: Shelf, chain: PrefixChain, missing: Sequence[int], hint: Hint) -> None:
         """Count what is stored already; it is a use, so that it does not leave to make room for the rest."""
         self._state.counters.puts["present"] += len(chain) - len(missing)
         if self._state.size_curve is not None:
             self._state.size_curve.note_put(shelf, chain)
         if len(missing) < len(chain):
-            self._touch(shelf, chain)
+            self._touch(shelf, chain, hint)
 
     def _lend_missing(
         self,
@@ -373,10 +379,26 @@ class Putter:
         for key, reason in zip(keys, reasons, strict=True):
             state.directory.remember_gone(shelf.name(key), Gone(reason, state.top.name, state.clock()))
 
-    def _touch(self, shelf: Shelf, chain: PrefixChain) -> None:
-        entries = shelf.entries
+    def _touch(self, shelf: Shelf, chain: PrefixChain, hint: Hint) -> None:
+        entries, now_s = shelf.entries, self._state.clock()
         names = [entries[key].name for key in chain.keys if key in entries]
-        if self._uses.goes_on(names):
-            return
+        goes_on = self._uses.goes_on(names)
         for policy in self._state.policies.values():
-            policy.touch(names, now_s=self._state.clock())
+            if not goes_on:
+                policy.touch(names, now_s=now_s, hint=hint)
+            elif hint is not NO_HINT:
+                policy.note_hint(names, now_s=now_s, hint=hint)
+
+    def note_hints(self, chain: PrefixChain, hints: Hints, *, part: Part | None = None) -> None:
+        """Tell the policies more of the future of stored blocks; it is no use of them.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        state = self._state
+        shelf = state.directory.shelf(chain.namespace, part)
+        names = [shelf.entries[key].name for key in chain.keys if key in shelf.entries]
+        hint = state.hint(shelf, hints)
+        for policy in state.policies.values():
+            policy.note_hint(names, now_s=state.clock(), hint=hint)
+        self._uses.note_hints(chain, hints, part)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Self
 
 from kvstore.errors import InvalidLayout, InvalidRequest, ProtocolMismatch
+from kvstore.hints import Hints
 from kvstore.keys import KEY_BYTES, Namespace, NamespaceDigest
 from kvstore.layout import MAX_BLOCK_BYTES, KVLayout
 from kvstore.message_fields import (
@@ -19,6 +20,8 @@ from kvstore.message_fields import (
     byte_string,
     check_positions,
     count_fields,
+    hints_from_wire,
+    hints_to_wire,
     integer,
     text,
 )
@@ -114,6 +117,7 @@ class Fetch(ChainRequest):
     """Make the longest stored prefix ready in arena slots and lease it."""
 
     KIND: ClassVar[int] = 4
+    TAKES_HINTS: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,7 @@ class Reserve(ChainRequest):
     """Lend arena slots for the blocks that are not stored."""
 
     KIND: ClassVar[int] = 6
+    TAKES_HINTS: ClassVar[bool] = True
 
 
 class WrittenSlot(NamedTuple):
@@ -346,6 +351,7 @@ class LeaseChain(ChainRequest):
     """Make the longest stored prefix ready in arena slots and lease it for longer than one copy."""
 
     KIND: ClassVar[int] = 20
+    TAKES_HINTS: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,6 +412,44 @@ class Peek(ChainRequest):
     """As Fetch, but blocks that are all in the arena now are not leased: the reader's checks must do."""
 
     KIND: ClassVar[int] = 25
+    TAKES_HINTS: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class NoteHints:
+    """Say more of the future of stored blocks, without a use of them."""
+
+    KIND: ClassVar[int] = 32
+    about: ChainRef
+    hints: Hints
+
+    def to_wire(self) -> Values:
+        """Return the chain's values and the hints."""
+        return (*self.about.to_wire(), hints_to_wire(self.hints))
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked request."""
+        count_fields(values, ChainRef.FIELDS + 1, "note_hints")
+        return cls(ChainRef.from_wire(values[:-1]), hints_from_wire(values[-1]))
+
+
+@dataclass(frozen=True, slots=True)
+class ChangePolicy:
+    """Give every tier another policy; blocks stay."""
+
+    KIND: ClassVar[int] = 33
+    name: str
+
+    def to_wire(self) -> Values:
+        """Return the policy's name."""
+        return (self.name,)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked request."""
+        count_fields(values, 1, "change_policy")
+        return cls(text(values[0], "policy", limit=64))
 
 
 @dataclass(frozen=True, slots=True)

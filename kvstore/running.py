@@ -41,7 +41,7 @@ async def serving(
     """Open the store a configuration describes and serve it, at ``socket_path`` if one is given.
 
     ``stay_awake`` is told for how many seconds the loop should not go to sleep. ``prefill_tokens_per_s`` is
-    the speed of the engines beside it, from which metrics estimate what hits saved (0: not estimated).
+    the speed of the engines beside it, from which metrics and policies estimate what hits save (0: unknown).
     ``events`` says where it is published which blocks come and go. ``access_log`` is started and closed with
     the server.
 
@@ -49,7 +49,7 @@ async def serving(
         InvalidConfig: the socket, the access log or the configuration cannot be used.
         TierUnavailable: a tier cannot be opened.
     """
-    store = assemble(config)
+    store = assemble(config, prefill_tokens_per_s=prefill_tokens_per_s)
     server = StoreServer(
         store.manager,
         records=store.records,

@@ -44,6 +44,7 @@ from kvstore.messages import (
     Answer,
     AskSizes,
     ChainRef,
+    ChangePolicy,
     Check,
     Commit,
     Count,
@@ -62,6 +63,7 @@ from kvstore.messages import (
     Match,
     MatchAndLease,
     Matched,
+    NoteHints,
     OpenNamespace,
     Peek,
     Ping,
@@ -360,20 +362,25 @@ class Connection(asyncio.BufferedProtocol):
 
     def _immediate_answer(self, request: Request) -> Answer | None:
         match request:
-            case Peek(about, _):
-                return self._peek(about)
-            case Fetch(about, _):
-                found = self._manager.fetch_at_once(about.chain, owner=self._owner, part=about.part)
+            case Peek():
+                return self._peek(request)
+            case Fetch(about, _, hints):
+                found = self._manager.fetch_at_once(
+                    about.chain, owner=self._owner, part=about.part, hints=hints
+                )
                 return None if found is None else answer_ready(found)
             case Match(about, _):
                 matched = self._manager.match_at_once(about.chain, part=about.part)
                 return None if matched is None else Matched(TierNames.of(matched.tiers), matched.reason)
-            case Reserve(about, _):
-                reserved = self._manager.reserve_at_once(about.chain, owner=self._owner, part=about.part)
+            case Reserve(about, _, hints):
+                reserved = self._manager.reserve_at_once(
+                    about.chain, owner=self._owner, part=about.part, hints=hints
+                )
                 return None if reserved is None else self._lent_slots(reserved)
             case Commit():
                 return self._slots.commit(request)
-            case Ping():
+            case Ping() | NoteHints():
+                self._note_hints(request)
                 return Done()
             case OpenNamespace():
                 return self._open_namespace(request)
@@ -439,6 +446,9 @@ class Connection(asyncio.BufferedProtocol):
                     about.chain[:_MAX_WHY_BLOCKS], part=about.part, timeout_s=timeout_us / 1e6
                 )
                 return Report(json.dumps([report.as_dict() for report in reports]).encode())
+            case ChangePolicy(name):
+                before = self._manager.change_policy(name)
+                return Report(json.dumps({"before": before}).encode())
             case AdvanceEpoch(model):
                 return Count(await self._manager.advance_epoch(model))
             case Erase():
@@ -466,7 +476,11 @@ class Connection(asyncio.BufferedProtocol):
     async def _fetch(self, request: Fetch | Peek) -> Ready:
         about = request.about
         fetched = await self._manager.fetch(
-            about.chain, owner=self._owner, part=about.part, timeout_s=request.timeout_us / 1e6
+            about.chain,
+            owner=self._owner,
+            part=about.part,
+            timeout_s=request.timeout_us / 1e6,
+            hints=request.hints,
         )
         return Ready(
             lease=fetched.lease,
@@ -479,12 +493,22 @@ class Connection(asyncio.BufferedProtocol):
     async def _reserve(self, request: Reserve) -> Lent:
         about = request.about
         reserved = await self._manager.reserve(
-            about.chain, owner=self._owner, part=about.part, timeout_s=request.timeout_us / 1e6
+            about.chain,
+            owner=self._owner,
+            part=about.part,
+            timeout_s=request.timeout_us / 1e6,
+            hints=request.hints,
         )
         return self._lent_slots(reserved)
 
-    def _peek(self, about: ChainRef) -> Answer | None:
-        found = self._manager.peek_at_once(about.chain, part=about.part)
+    def _note_hints(self, request: Ping | NoteHints) -> None:
+        if isinstance(request, NoteHints):
+            about = request.about
+            self._manager.note_hints(about.chain, request.hints, part=about.part)
+
+    def _peek(self, request: Peek) -> Answer | None:
+        about = request.about
+        found = self._manager.peek_at_once(about.chain, part=about.part, hints=request.hints)
         if found is None:
             return None
         self._await_copy(len(found.copies) * found.length_bytes, is_certain=False)

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 from kvstore.beliefs import Beliefs
 from kvstore.counters import Counters
-from kvstore.directory import BlockEntry, Copy, CopyState, Directory, Gone
+from kvstore.directory import BlockEntry, Copy, CopyState, Directory, Gone, Shelf
+from kvstore.hints import Hints
 from kvstore.keys import NamespaceDigest
 from kvstore.lease import LeaseTable
 from kvstore.miss import MissReason
-from kvstore.policy import EvictionPolicy
+from kvstore.policy import NO_HINT, EvictionPolicy, Hint
 from kvstore.size_curve import SizeCurve
 from kvstore.tier import BlockId, Slot, SlotTier, StorageKey, Tier
 
@@ -39,7 +40,8 @@ class ManagerSettings:
     ``lease_s`` may be infinite where the owner lives in the same process. ``load_patience_s`` bounds how
     long a load goes on for later use after those who asked for it gave up. ``namespace_quota_ratio`` is the
     share of each tier that one namespace may fill, ``pin_budget_ratio`` the share of the top tier it may
-    lease.
+    lease. ``prefill_tokens_per_s``: how fast engines compute what is not found, so that policies know what a
+    hit saves; 0: not known, and all bytes are worth the same.
     """
 
     timeout_s: float = 0.05
@@ -54,6 +56,7 @@ class ManagerSettings:
     write_mode: WriteMode = WriteMode.THROUGH
     namespace_quota_ratio: float = 1.0
     pin_budget_ratio: float = 1.0
+    prefill_tokens_per_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -174,6 +177,35 @@ class State:
         self.directory.set_state(entry, self.top.name, CopyState.DROPPING)
         self.policies[self.top.name].remove(entry.name)
         self.note_release(entry)
+
+    def hint(self, shelf: Shelf, hints: Hints | None) -> Hint:
+        """Return what policies are told of a request for blocks of a shelf: what it says, and what hits save.
+
+        What a token costs grows with its depth, by attention; that is left out: it would have deep blocks
+        outlive their parents' worth.
+        """
+        saves = self.saves_s_per_byte(shelf)
+        if hints is None:
+            return NO_HINT if saves is None else Hint(saves_s_per_byte=saves)
+        self.counters.hinted_requests += 1
+        return Hint(
+            hints.ends_session,
+            hints.is_one_off,
+            hints.next_use_s,
+            hints.priority,
+            hints.output_tokens,
+            saves,
+        )
+
+    def saves_s_per_byte(self, shelf: Shelf) -> float | None:
+        """Prefill seconds that a hit of the shelf's blocks saves per byte; None if the speed is not known."""
+        tokens_per_s = self.settings.prefill_tokens_per_s
+        if not tokens_per_s:
+            return None
+        namespace = self.directory.namespace(shelf.namespace)
+        if namespace is None:
+            return None
+        return namespace.block_tokens / tokens_per_s / namespace.layout.block_bytes
 
     def take_slots(self, length_bytes: int, count: int) -> list[Slot]:
         """Allocate up to ``count`` slots of the top tier, as many as there are now."""

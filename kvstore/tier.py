@@ -15,7 +15,8 @@ from typing import NamedTuple, NewType, Protocol, runtime_checkable
 
 from kvstore.checksum import checksum
 from kvstore.errors import CorruptBlock, InvalidLayout
-from kvstore.keys import KEY_BYTES, BlockKey, Namespace, NamespaceDigest
+from kvstore.hints import Hints
+from kvstore.keys import KEY_BYTES, BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
 from kvstore.miss import MissReason
 
@@ -360,6 +361,14 @@ class ChangingTier(Protocol):
 
     def take_news(self) -> TierNews:
         """Return what came or went since this was last asked; each once, least recently used first."""
+
+
+@runtime_checkable
+class HintedTier(Protocol):
+    """What a Tier is too that decides itself what stays, and takes hints about that."""
+
+    async def note_hints(self, chain: PrefixChain, hints: Hints, *, part: Part | None = None) -> bool:
+        """Say more of the future of blocks; False if nobody heard it. Never raises for an outage."""
 
 
 Slot = NewType("Slot", int)

@@ -320,6 +320,8 @@ class EngineLoop:
         """Give back all a request has; ``last`` is the last its consumer hears. Idempotent."""
         if self._live.pop(live.number, None) is None:
             return
+        if isinstance(last, Finished):
+            live.tell_hints()
         live.leave_seat()
         if last is not None:
             live.events.put_nowait(last)

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.hints import Hints
 from kvstore_engine_adapter.request_blocks import LoadedPrefix
 from kvstore_engine_adapter.sampling import SamplingParams
 
@@ -33,7 +34,8 @@ class GenerateRequest:
     ``wants_first_logits`` asks for the logits the first token was chosen from. A lower ``priority`` is more
     urgent. ``logprobs`` asks for the chosen tokens' log-probabilities and those of so many of the likeliest
     tokens beside them; None: of none. ``tenant_salt`` separates its blocks from those of requests with
-    another one; empty: that of the engine's settings.
+    another one; empty: that of the engine's settings. ``hints`` say what is known of its blocks' future; the
+    length of its answer is added when it ends.
 
     Raises:
         InvalidRequest: ``priority`` or ``logprobs`` is outside its range.
@@ -47,6 +49,7 @@ class GenerateRequest:
     priority: int = 0
     logprobs: int | None = None
     tenant_salt: bytes = b""
+    hints: Hints | None = None
 
     def __post_init__(self) -> None:
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:

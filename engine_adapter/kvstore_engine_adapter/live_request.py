@@ -1,10 +1,12 @@
 """LiveRequest: one request from its arrival to its end."""
 
 import asyncio
+import dataclasses
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from kvstore.hints import Hints
 from kvstore.keys import Namespace, PrefixChain
 from kvstore.tier import Slot
 from kvstore_engine_adapter.generation import (
@@ -143,6 +145,13 @@ class LiveRequest:
         if filled > self.published and self.blocks is not None and self.blocks.is_sharing:
             self.blocks.publish(self.chain[self.published : filled], self.slots[self.published : filled])
         self.published = filled
+
+    def tell_hints(self) -> None:
+        """Say what the end of the request tells of its blocks' future: how long its answer is, at least."""
+        if self.blocks is None or not self.published:
+            return
+        hints = dataclasses.replace(self.request.hints or Hints(), output_tokens=self.report.output_tokens)
+        self.blocks.note_hints(self.chain[: self.published], hints)
 
     def leave_seat(self) -> None:
         """Give the slots back; what was published may be found again."""

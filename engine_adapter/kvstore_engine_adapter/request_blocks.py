@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.errors import KVStoreError
+from kvstore.hints import Hints
 from kvstore.keys import PrefixChain
 from kvstore.layout import Part
 from kvstore.manager import BlockManager
@@ -187,6 +188,17 @@ class RequestBlocks:
         except KVStoreError as error:
             supply.faults["commit"] += 1
             logger.warning("engine: publishing %d blocks failed: %s", count, error)
+
+    def note_hints(self, chain: PrefixChain, hints: Hints) -> None:
+        """Say what became known of the future of published blocks. Never raises."""
+        supply = self._supply
+        if supply.manager is None or self._owner is None or not len(chain):
+            return
+        try:
+            supply.manager.note_hints(chain, hints, part=supply.part)
+        except KVStoreError as error:
+            supply.faults["hints"] += 1
+            logger.warning("engine: hints about %d blocks were not taken: %s", len(chain), error)
 
     def end(self) -> None:
         """Give everything back. The request must not compute any more. Idempotent."""

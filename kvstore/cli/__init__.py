@@ -44,6 +44,7 @@ COMMANDS = (
     Command("drop", "kvstore.cli.move_commands", "forget blocks in every tier"),
     Command("demote", "kvstore.cli.move_commands", "move blocks from memory to a tier below"),
     Command("flush", "kvstore.cli.move_commands", "wait until what was put is written to the tiers below"),
+    Command("policy", "kvstore.cli.move_commands", "change the policy of a running store; no block is lost"),
     Command(
         "epoch", "kvstore.cli.move_commands", "end a model's epoch: nothing stored for it is served again"
     ),

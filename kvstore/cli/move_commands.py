@@ -1,4 +1,4 @@
-"""``kvstore drop``, ``demote``, ``flush`` and ``epoch``: move blocks, forget them, end their epoch."""
+"""``kvstore drop``, ``demote``, ``flush``, ``policy`` and ``epoch``: what moves blocks or forgets them."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ import sys
 from kvstore.cli.block_naming import add_naming_arguments, opened, read_blocks
 from kvstore.cli.store_address import add_store_arguments, connected
 from kvstore.errors import ServerUnavailable, TierUnavailable
+from kvstore.policy import POLICIES
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -49,6 +50,25 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     epoch.add_argument("--advance", action="store_true", required=True, help="say that this is meant")
     add_store_arguments(epoch)
     epoch.set_defaults(run=run_epoch)
+
+    policy = subparsers.add_parser(
+        "policy",
+        help="change the policy of a running store; no block is lost",
+        description="Give every tier of a running store another policy, until it ends. No block is lost, and"
+        " leases stay. Exit status: 0 done, 2 usage, 3 no server.",
+    )
+    policy.add_argument("name", metavar="NAME", choices=tuple(POLICIES), help=", ".join(POLICIES))
+    add_store_arguments(policy)
+    policy.set_defaults(run=run_policy)
+
+
+def run_policy(args: argparse.Namespace) -> int:
+    """Change the policy and print the one before."""
+    with connected(args) as client:
+        before = client.change_policy(args.name)
+    told = {"policy": args.name, "before": before}
+    print(json.dumps(told) if args.json else f"{args.name}, {before} before")
+    return 0
 
 
 def run_drop(args: argparse.Namespace) -> int:

@@ -54,8 +54,8 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="N",
         type=_speed,
         default=0.0,
-        help="speed of prefill of the engines beside the store, by which /metrics estimates the time that"
-        " hits save (default: no estimate)",
+        help="speed of prefill of the engines beside the store, by which /metrics and policies estimate the"
+        " time that hits save (default: no estimate)",
     )
     _add_event_options(parser)
     parser.set_defaults(run=run)

@@ -81,6 +81,12 @@ async def epoch(call: Call) -> web.StreamResponse:
     )
 
 
+async def policy(call: Call) -> web.StreamResponse:
+    """Give every tier another policy; blocks and leases stay."""
+    before = call.service.manager.change_policy(call.values.need_text("policy"))
+    return json_answer({"before": before})
+
+
 async def erase(call: Call) -> web.StreamResponse:
     """Destroy the key of a tenant, so that nothing stored for it can be read again."""
     named = call.values.text("tenant_id")

@@ -36,7 +36,9 @@ async def fetch(call: Call) -> web.StreamResponse:
     call.note_access(Access.TAKE, chain, part)
     _require_batch(call, len(chain), namespace.layout.part_bytes(part))
     async with call.owner() as owner:
-        fetched = await service.manager.fetch(chain, owner=owner, part=part, timeout_s=call.timeout_s)
+        fetched = await service.manager.fetch(
+            chain, owner=owner, part=part, timeout_s=call.timeout_s, hints=call.values.hints()
+        )
         async with ready_payloads(service, fetched.blocks) as payloads:
             reason, num_whole = fetched.reason, await count_whole(service, payloads)
             if num_whole < len(payloads):
@@ -83,7 +85,7 @@ async def store(call: Call) -> web.StreamResponse:
     checksums = _checksums(head)
     if checksums is not None and len(checksums) != len(chain):
         raise Refused(ErrorCode.BAD_REQUEST, f"head: {len(checksums)} checksums for {len(chain)} blocks")
-    storing = Storing(call, chain, part, length_bytes=length_bytes, checksums=checksums)
+    storing = Storing(call, chain, part, length_bytes=length_bytes, checksums=checksums, hints=head.hints())
     await storing.take_all(timeout_s=head.number("timeout_s"))
     return json_answer(storing.outcome())
 

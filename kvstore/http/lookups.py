@@ -65,7 +65,9 @@ async def lease(call: Call) -> web.StreamResponse:
     with call.caller.place_for_lease() as owner:
         if owner is None:
             return _answer_unleased(call, PrefixMatch(0, (), MissReason.QUOTA))
-        fetched = await manager.fetch(chain, owner=owner, part=part, timeout_s=call.timeout_s)
+        fetched = await manager.fetch(
+            chain, owner=owner, part=part, timeout_s=call.timeout_s, hints=call.values.hints()
+        )
         origins = tuple([block.origin for block in fetched.blocks])
         found = PrefixMatch(len(origins), origins, fetched.reason)
         return await _answer_leased(call, found, fetched.lease, len(origins))
@@ -148,6 +150,16 @@ async def prefetch(call: Call) -> web.StreamResponse:
     chain, part = call.chain_and_part()
     blocks = await call.service.manager.prefetch(chain, part=part, timeout_s=call.timeout_s)
     return json_answer({"blocks": blocks})
+
+
+async def note_hints(call: Call) -> web.StreamResponse:
+    """Learn more of the future of stored blocks; it is no use of them."""
+    namespace = call.own_namespace()
+    chain, part = call.chain(namespace), call.part(namespace)
+    hints = call.values.hints()
+    assert hints is not None, "the schema requires hints"
+    call.service.manager.note_hints(chain, hints, part=part)
+    return json_answer({"noted": True})
 
 
 async def why(call: Call) -> web.StreamResponse:

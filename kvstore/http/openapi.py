@@ -29,7 +29,7 @@ _FETCH_HEAD = "Head: blocks, length_bytes, checksums, origins, reason."
 _MISS_STATUS = ErrorCode.MISS.status
 _MISSING = ("get_block", "head_block")
 _ABOUT_RECORDS = "/v1/records/"
-_STORE_HEAD = "Head: namespace, keys, start, parent, part, length_bytes, checksums, timeout_s."
+_STORE_HEAD = "Head: namespace, keys, start, parent, part, length_bytes, checksums, timeout_s, hints."
 
 
 def openapi_document() -> Json:

@@ -108,10 +108,18 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/drop", blocks.drop_blocks, _WRITE, body=schemas.LOOKUP, result=schemas.DROP_ANSWER),
     Route("POST", "/v1/match", lookups.match, _READ, body=schemas.MATCH, result=schemas.MATCH_ANSWER),
     Route("POST", "/v1/exists", lookups.exists, _READ, body=schemas.EXISTS, result=schemas.EXISTS_ANSWER),
-    Route("POST", "/v1/fetch", batches.fetch, _READ, body=schemas.LOOKUP),
+    Route("POST", "/v1/fetch", batches.fetch, _READ, body=schemas.FETCH),
     Route("POST", "/v1/store", batches.store, _WRITE, takes_payload=True, result=schemas.PUT_ANSWER),
     Route(
         "POST", "/v1/prefetch", lookups.prefetch, _READ, body=schemas.LOOKUP, result=schemas.PREFETCH_ANSWER
+    ),
+    Route(
+        "POST",
+        "/v1/hints",
+        lookups.note_hints,
+        _WRITE,
+        body=schemas.NOTE_HINTS,
+        result=schemas.HINTS_ANSWER,
     ),
     Route("POST", "/v1/why", lookups.why, _READ, body=schemas.WHY, result=schemas.WHY_ANSWER),
     Route("POST", "/v1/leases", lookups.lease, _READ, body=schemas.LEASE, result=schemas.MATCH_ANSWER),
@@ -183,6 +191,9 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/v1/admin/namespaces", admin.namespaces, _ADMIN, result=schemas.NAMESPACES_ANSWER),
     Route("POST", "/v1/admin/flush", admin.flush, _ADMIN, body=schemas.FLUSH, result=schemas.FLUSH_ANSWER),
     Route("POST", "/v1/admin/check", admin.check, _ADMIN, body=schemas.CHECK, result=schemas.CHECK_ANSWER),
+    Route(
+        "POST", "/v1/admin/policy", admin.policy, _ADMIN, body=schemas.POLICY, result=schemas.POLICY_ANSWER
+    ),
     Route("POST", "/v1/admin/epoch", admin.epoch, _ADMIN, body=schemas.EPOCH, result=schemas.EPOCH_ANSWER),
     Route("POST", "/v1/admin/erase", admin.erase, _ADMIN, body=schemas.ERASE, result=schemas.ERASE_ANSWER),
     Route("POST", "/v1/admin/drop", admin.drop, _ADMIN, body=schemas.LOOKUP, result=schemas.DROP_ANSWER),

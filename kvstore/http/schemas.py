@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from kvstore.hints import MAX_NEXT_USE_S, MAX_OUTPUT_TOKENS, MAX_PRIORITY
 from kvstore.http.limits import MAX_KEYS, MAX_TIMEOUT_S
 from kvstore.http.schema import HEX_KEY_PATTERN, Schema
 from kvstore.layout import DTYPE_BYTES, MAX_BLOCK_BYTES
@@ -94,6 +95,20 @@ _PART = _list(
     text="Part of each block: first layer, that after the last, first KV head, that after the last.",
 )
 _KEYS = _list(KEY, most=MAX_KEYS, uniqueItems=True, text="Keys of consecutive blocks.")
+HINTS = _object(
+    {
+        "ends_session": {"type": "boolean", "description": "Nobody goes on from these blocks."},
+        "is_one_off": {"type": "boolean", "description": "Nobody asks for the new blocks again."},
+        "next_use_s": {
+            "type": "number",
+            "minimum": 0,
+            "maximum": MAX_NEXT_USE_S,
+            "description": "Seconds until the blocks are expected to be used again.",
+        },
+        "priority": _integer(-MAX_PRIORITY, MAX_PRIORITY, "Each step up makes a block worth twice as much."),
+        "output_tokens": _integer(0, MAX_OUTPUT_TOKENS, "Length of the answer."),
+    }
+)
 _CHAIN: dict[str, Schema] = {
     "namespace": NAMESPACE,
     "keys": _KEYS,
@@ -121,8 +136,11 @@ MATCH = _lookup(
         "lease_s": _LEASE_S,
     }
 )
-LEASE = _lookup({**_LOOKUP, "lease_s": _LEASE_S})
+LEASE = _lookup({**_LOOKUP, "lease_s": _LEASE_S, "hints": HINTS})
 LOOKUP = _lookup(_LOOKUP)
+FETCH = _lookup({**_LOOKUP, "hints": HINTS})
+NOTE_HINTS = _lookup({**_LOOKUP, "hints": HINTS})
+NOTE_HINTS["required"].append("hints")
 EXISTS = _object(
     {
         "namespace": NAMESPACE,
@@ -145,6 +163,7 @@ STORE_HEAD = _object(
         "length_bytes": _count("Bytes of each payload, to be compared."),
         "checksums": _list(CHECKSUM, most=MAX_KEYS, text="One per key; a block with another is not stored."),
         "timeout_s": TIMEOUT,
+        "hints": HINTS,
     },
     "namespace",
     "keys",
@@ -230,6 +249,7 @@ FLUSH = _object({"timeout_s": TIMEOUT})
 CHECK = _object(
     {"sample_blocks": _integer(0, 1_000_000, "Blocks whose bytes are read."), "timeout_s": TIMEOUT}
 )
+POLICY = _object({"policy": _text("Name of the policy.", most=64)}, "policy")
 EPOCH = _object({"model": _text("Name of the model.")}, "model")
 ERASE: Schema = {
     **_object(
@@ -294,6 +314,7 @@ MATCH_ANSWER = _object(
 EXISTS_ANSWER = _object(
     {"present": _list({"type": "boolean"}, most=MAX_KEYS, text="One per key.")}, "present"
 )
+HINTS_ANSWER = _object({"noted": {"type": "boolean"}}, "noted")
 PREFETCH_ANSWER = _object({"blocks": _count("Leading blocks that are in memory.")}, "blocks")
 WHY_ANSWER = _object(
     {"blocks": _list({"type": "object"}, most=MAX_WHY_BLOCKS, text="One report per block.")}, "blocks"
@@ -360,6 +381,7 @@ FLUSH_ANSWER = _object(
     {"flushed": {"type": "boolean", "description": "Whether all was written in time."}}, "flushed"
 )
 CHECK_ANSWER = _object({"problems": _list({"type": "string"}, most=200)}, "problems")
+POLICY_ANSWER = _object({"before": {"type": "string", "description": "The policy before."}}, "before")
 EPOCH_ANSWER = _object({"epoch": _count("The new epoch.")}, "epoch")
 ERASE_ANSWER = _object(
     {

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from kvstore.hints import Hints
 from kvstore.http.payloads import LentPayload, receive_payload
 from kvstore.http.refusal import ErrorCode, Refused
 from kvstore.http.service import Call
@@ -31,12 +32,14 @@ class Storing:
         *,
         length_bytes: int,
         checksums: Sequence[int] | None,
+        hints: Hints | None = None,
     ) -> None:
         self._call = call
         self._chain = chain
         self._part = part
         self._length_bytes = length_bytes
         self._checksums = checksums
+        self._hints = hints
         self._has_room = True
         self._stored = 0
         self._present = 0
@@ -80,7 +83,7 @@ class Storing:
             reserved = Reserved((), 0)
             if self._has_room:
                 reserved = await service.manager.reserve(
-                    chain, owner=owner, part=self._part, timeout_s=timeout_s
+                    chain, owner=owner, part=self._part, timeout_s=timeout_s, hints=self._hints
                 )
             self._note_reserved(start, len(chain), reserved)
             slots = [at.slot for at in reserved.slots]

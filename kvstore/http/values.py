@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from kvstore.hints import Hints
+
 
 class Values:
     """What a request gives, by name. A value that is absent or null is None."""
@@ -56,6 +58,12 @@ class Values:
         value = self.integers(name)
         self._values.pop(name, None)
         return value
+
+    def hints(self) -> Hints | None:
+        """Return what is said of the blocks' future."""
+        value = self._values.get("hints")
+        assert value is None or isinstance(value, dict), "hints: their schema allows another type"
+        return None if value is None else Hints.from_dict(value)
 
     def nested(self, name: str) -> "Values":
         """Return the values of an object that the schema requires."""

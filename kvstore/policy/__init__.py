@@ -43,6 +43,12 @@ def policy_named(name: str) -> NewPolicy:
         raise InvalidConfig(f"policy {name!r} is unknown, expected one of {', '.join(POLICIES)}") from None
 
 
+def policy_name(policy: EvictionPolicy) -> str:
+    """Return the name a configuration gives to policies of this kind; of one's own its class."""
+    kind = type(policy)
+    return next((name for name, known in POLICIES.items() if known is kind), kind.__name__)
+
+
 __all__ = [
     "NO_HINT",
     "POLICIES",
@@ -55,5 +61,6 @@ __all__ = [
     "Offer",
     "PolicyCache",
     "Served",
+    "policy_name",
     "policy_named",
 ]

@@ -32,11 +32,30 @@ def new_class(turn: int, num_new: int, hint: Hint) -> ClassPath:
     return declared or (_NEW, min(turn, _MAX_TURN), bisect_left(_NEW_BLOCKS, num_new), _output(hint))
 
 
-def trailing_class(turn: int, hint: Hint) -> ClassPath:
-    """The class of a request's last block, if it is new: often it is partial, and never comes again."""
+def trailing_class(turn: int, num_new: int, hint: Hint) -> ClassPath:
+    """The class of a request's last block, if it is new: one that is partial never comes again.
+
+    Where no partial block is stored it fares as those before it, so it is told apart by the same features.
+    """
     if hint.is_one_off:
         return (_ONE_OFF, 1, 0, 0)
-    return _declared(1, hint) or (_TRAILING, min(turn, _MAX_TURN), 0, _output(hint))
+    return _declared(1, hint) or (
+        _TRAILING,
+        min(turn, _MAX_TURN),
+        bisect_left(_NEW_BLOCKS, num_new),
+        _output(hint),
+    )
+
+
+def told_class(path: ClassPath, uses: int, hint: Hint) -> ClassPath:
+    """The class of a block of class ``path`` after more was said of it, without a use."""
+    kind, first, second, _ = path
+    if hint.is_one_off and uses == 1:
+        return (_ONE_OFF, int(kind == _TRAILING), 0, 0)
+    declared = _declared(uses, hint)
+    if declared is not None or kind > _TRAILING or hint.output_tokens is None:
+        return declared or path
+    return (kind, first, second, _output(hint))
 
 
 def first_factors(path: ClassPath) -> list[float] | None:

@@ -29,6 +29,9 @@ class BlockwisePolicy:
             if block in self._sizes:
                 self._use(block)
 
+    def note_hint(self, blocks: Sequence[StorageKey], *, now_s: float, hint: Hint) -> None:
+        """Ignore what is said of the future."""
+
     def offer(self, offer: Offer, *, now_s: float) -> None:
         """Learn from ghosts that come back."""
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
-from kvstore.policy.block_classes import new_class, trailing_class, used_class
+from kvstore.policy.block_classes import new_class, told_class, trailing_class, used_class
 from kvstore.policy.cohorts import Block, Cohort, Cohorts, Lane
 from kvstore.policy.hazard_state import STATE_VERSION, read_state
 from kvstore.policy.hazards import ClassPath, Hazards
@@ -94,6 +94,25 @@ class GittinsPolicy:
         self._cohorts.end(old, num, now_s, is_use=True)
         self._cohorts.grow(new, num)
 
+    def note_hint(self, blocks: Sequence[StorageKey], *, now_s: float, hint: Hint) -> None:
+        """Move the known blocks to cohorts of what is said of them; how long they were unused starts anew."""
+        cohorts = self._cohorts
+        fresh: dict[Lane, Cohort] = {}
+        for key in blocks:
+            block = self._blocks.get(key)
+            if block is None:
+                continue
+            lane = self._lane(told_class(block.cohort.lane.evidence.path, block.uses, hint), hint)
+            if lane is block.cohort.lane:
+                continue
+            if not block.children:
+                cohorts.drop_leaf(block)
+            cohorts.end(block.cohort, 1, now_s, is_use=False)
+            block.cohort = self._fresh(fresh, lane, now_s)
+            cohorts.grow(block.cohort, 1)
+            if not block.children:
+                cohorts.add_leaf(block)
+
     def offer(self, offer: Offer, *, now_s: float) -> None:
         """Class blocks as those of one request."""
         self._num_offers += 1
@@ -115,7 +134,10 @@ class GittinsPolicy:
                 gap_s = now_s - ghost.cohort.at_s
                 offered[key] = self._used_lane(ghost.uses + 1, gap_s, hint), ghost.turns
         if known[-1] is None:
-            offered[offer.blocks[-1]] = self._lane(trailing_class(turns >> 1, hint), hint), turns
+            offered[offer.blocks[-1]] = (
+                self._lane(trailing_class(turns >> 1, known.count(None), hint), hint),
+                turns,
+            )
         for key in offer.blocks[-2:]:
             offered[key] = offered[key][0], offered[key][1] | 1
         if len(known) == 1 and parent is not None:
@@ -328,7 +350,10 @@ class GittinsPolicy:
         Raises:
             ValueError: it is not what ``to_state`` returns; nothing was taken over.
         """
-        self._hazards.from_state(read_state(state))
+        saved = read_state(state)
+        for path, _, _ in saved:
+            self._cohorts.lane(path, 1.0)
+        self._hazards.from_state(saved)
         self._cohorts.rebuild(self._now_s)
 
     def __contains__(self, block: object) -> bool:

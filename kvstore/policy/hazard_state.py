@@ -8,6 +8,7 @@ STATE_VERSION = 1
 
 _MAX_CLASSES = 4096
 _MAX_BUCKET = 64
+_MAX_AMOUNT = 1e15
 
 
 def read_state(state: dict[str, object]) -> list[tuple[ClassPath, list[float], list[float]]]:
@@ -37,6 +38,6 @@ def _amounts(saved: object) -> list[float]:
     if not isinstance(saved, list | tuple) or len(saved) != NUM_AGES:
         raise ValueError(f"not {NUM_AGES} ages")
     amounts = [float(amount) if type(amount) in (int, float) else math.nan for amount in saved]
-    if not all(math.isfinite(amount) and amount >= 0 for amount in amounts):
+    if not all(0 <= amount <= _MAX_AMOUNT for amount in amounts):
         raise ValueError("an age has no amount")
     return amounts

@@ -122,9 +122,9 @@ class Hazards:
         return [[list(c.path), c.used, c.exposure_s(now_s).tolist()] for c in self._by_path.values()]
 
     def from_state(self, saved: Iterable[tuple[ClassPath, list[float], list[float]]]) -> None:
-        """Add what an earlier run has seen; classes are new here or add up."""
+        """Add what an earlier run has seen of classes that there are; it adds up."""
         for path, used, exposure_s in saved:
-            evidence = self.evidence(path)
+            evidence = self._by_path[path]
             for age in range(NUM_AGES):
                 evidence.used[age] += used[age]
                 evidence.saved_s[age] += exposure_s[age]

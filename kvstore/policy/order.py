@@ -29,6 +29,9 @@ class LruPolicy:
                 move_to_end(block)
         self._last_use = blocks
 
+    def note_hint(self, blocks: Sequence[StorageKey], *, now_s: float, hint: Hint) -> None:
+        """Ignore what is said of the future."""
+
     def offer(self, offer: Offer, *, now_s: float) -> None:
         """Ignore what is only offered."""
 

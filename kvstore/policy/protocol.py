@@ -58,6 +58,9 @@ class EvictionPolicy(Protocol):
     def touch(self, blocks: Sequence[StorageKey], *, now_s: float, hint: Hint = NO_HINT) -> None:
         """Learn of a use of blocks of one chain, in chain order. Unknown ones are ignored."""
 
+    def note_hint(self, blocks: Sequence[StorageKey], *, now_s: float, hint: Hint) -> None:
+        """Learn more of the future of blocks of one chain; it is no use of them. Unknown ones are ignored."""
+
     def offer(self, offer: Offer, *, now_s: float) -> None:
         """Learn of blocks that are about to be stored, or refused, as one request's."""
 

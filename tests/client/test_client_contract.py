@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvstore import KVLayout, MissReason, Namespace, Part, PrefixChain, PutResult
+from kvstore import Hints, KVLayout, MissReason, Namespace, Part, PrefixChain, PutResult
 from kvstore.checksum import checksum
 from kvstore.errors import InvalidRequest
 from tests.client.conftest import in_shared_memory
@@ -620,3 +620,30 @@ async def test_without_a_gpu_pinning_for_cuda_says_why_not(client: Face) -> None
         pytest.skip("there is a CUDA device")
 
     assert await client.register_with_cuda() == "PyTorch sees no CUDA device"
+
+
+async def test_hints_reach_the_store_with_a_request_and_after_it(
+    client: Face, chain: PrefixChain, payloads: Payloads
+) -> None:
+    before = (await client.stats())["hinted_requests"]
+
+    put = await client.put(chain, payloads, hints=Hints(output_tokens=40, priority=1))
+    fetched = await client.fetch_into(chain, np.zeros_like(payloads), hints=Hints(next_use_s=30))
+    got = await client.get(chain, hints=Hints(is_one_off=True))
+    async with await client.lease(chain, hints=Hints(next_use_s=2.5)):
+        pass
+    is_heard = await client.hint(chain, Hints(ends_session=True))
+
+    assert (put.stored, fetched.blocks, len(got), is_heard) == (8, 8, 8, True)
+    assert (await client.stats())["hinted_requests"] == before + 5
+
+
+async def test_another_policy_loses_no_block(client: Face, chain: PrefixChain, payloads: Payloads) -> None:
+    await client.put(chain, payloads)
+
+    before = await client.change_policy("lru")
+
+    assert (before, (await client.stats())["policy"]) == ("gittins", "lru")
+    assert np.array_equal(np.stack(await client.get(chain)), payloads)
+    with pytest.raises(InvalidRequest, match="unknown"):
+        await client.change_policy("none")

@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -10,13 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidRequest, ProtocolMismatch
+from kvstore.hints import Hints
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import KVLayout, Part
+from kvstore.message_fields import hints_to_wire
 from kvstore.messages import (
     AdvanceEpoch,
     Answer,
     AskSizes,
     ChainRef,
+    ChangePolicy,
     Check,
     Commit,
     Count,
@@ -43,6 +47,7 @@ from kvstore.messages import (
     Match,
     MatchAndLease,
     Matched,
+    NoteHints,
     OpenNamespace,
     Peek,
     Ping,
@@ -95,7 +100,15 @@ _TAIL = ChainRef(PrefixChain(_DIGEST, _KEYS, 16, 5, BlockKey(b"\x03" * 32)), Par
 
 _RECORD = RecordKey("sessions", "resp_1", b"\x00salt")
 
+_HINTS = Hints(ends_session=True, next_use_s=1.5, priority=-2, output_tokens=300)
+
 REQUESTS: dict[str, Request] = {
+    "fetch_hinted": Fetch(_CHAIN, 50_000, _HINTS),
+    "reserve_hinted": Reserve(_TAIL, 50_000, Hints(is_one_off=True)),
+    "peek_hinted": Peek(_CHAIN, 50_000, _HINTS),
+    "lease_chain_hinted": LeaseChain(_CHAIN, 50_000, _HINTS),
+    "change_policy": ChangePolicy("s3-fifo"),
+    "note_hints": NoteHints(_TAIL, _HINTS),
     "hello": Hello(1234),
     "open_namespace": OpenNamespace(
         Namespace(
@@ -201,6 +214,38 @@ def test_an_answer_has_its_golden_frame_and_comes_back_equal(name: str) -> None:
 
 def test_there_is_a_golden_frame_for_every_kind_and_none_for_others() -> None:
     assert set(GOLDEN) == {*REQUESTS, *ANSWERS}
+
+
+@pytest.mark.parametrize(
+    "hints",
+    [
+        None,
+        (),
+        (0, None, 0),
+        (4, None, 0, None),
+        (-1, None, 0, None),
+        (True, None, 0, None),
+        (0, -1, 0, None),
+        (0, 10**12, 0, None),
+        (0, None, 5, None),
+        (0, None, -5, None),
+        (0, None, None, None),
+        (0, None, 0, -1),
+        (0, None, 0, "many"),
+    ],
+)
+def test_hints_that_are_none_break_the_protocol(hints: Any) -> None:
+    values = (*_CHAIN.to_wire(), 50_000, hints)
+
+    with pytest.raises(ProtocolMismatch):
+        decode_request(_frame(encode_frame(Fetch.KIND, 1, values)))
+
+
+def test_a_request_that_uses_no_blocks_takes_no_hints() -> None:
+    frame = _frame(encode_frame(Match.KIND, 1, (*_CHAIN.to_wire(), 50_000, hints_to_wire(_HINTS))))
+
+    with pytest.raises(ProtocolMismatch, match="8 fields"):
+        decode_request(frame)
 
 
 def test_answers_are_no_requests_and_requests_no_answers() -> None:

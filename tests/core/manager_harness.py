@@ -28,8 +28,8 @@ class Harness:
         self.lower = lower
         self.owner = manager.new_owner()
 
-    async def put(self, chain, *, timeout_s=1.0):
-        reserved = await self.manager.reserve(chain, owner=self.owner, timeout_s=timeout_s)
+    async def put(self, chain, *, timeout_s=1.0, hints=None):
+        reserved = await self.manager.reserve(chain, owner=self.owner, timeout_s=timeout_s, hints=hints)
         for slot in reserved.slots:
             async with self.dram.writing([slot.slot], BLOCK_BYTES) as (buffer,):
                 np.asarray(buffer)[:BLOCK_BYTES] = payload(chain.keys[slot.position])
@@ -42,9 +42,9 @@ class Harness:
             self.manager.return_slots([slot.slot], owner=self.owner)
         return stored
 
-    async def fetch(self, chain, *, timeout_s=1.0):
+    async def fetch(self, chain, *, timeout_s=1.0, hints=None):
         """Fetch, compare every payload, release; returns (origins, reason)."""
-        fetched = await self.manager.fetch(chain, owner=self.owner, timeout_s=timeout_s)
+        fetched = await self.manager.fetch(chain, owner=self.owner, timeout_s=timeout_s, hints=hints)
         for key, block in zip(chain.keys, fetched.blocks, strict=False):
             async with self.dram.reading([block.slot], BLOCK_BYTES) as (buffer,):
                 assert np.array_equal(np.asarray(buffer)[:BLOCK_BYTES], payload(key))
@@ -55,11 +55,11 @@ class Harness:
 
 
 @contextlib.asynccontextmanager
-async def running(*lower, blocks=16, staging_blocks=0, epoch_file=None, **settings):
+async def running(*lower, blocks=16, staging_blocks=0, epoch_file=None, policy_file=None, **settings):
     """Open a manager over an arena of ``blocks`` slots; check() runs before it is closed."""
     dram = DramTier(capacity_bytes=blocks * BLOCK_BYTES, staging_bytes=staging_blocks * BLOCK_BYTES)
     limits = ManagerSettings(timeout_s=1.0, **settings)
-    manager = BlockManager(dram, lower, settings=limits, epoch_file=epoch_file)
+    manager = BlockManager(dram, lower, settings=limits, epoch_file=epoch_file, policy_file=policy_file)
     await manager.open()
     manager.open_namespace(SPACE)
     try:

@@ -5,6 +5,7 @@ import pytest
 from kvstore.config import load_config
 from kvstore.errors import InvalidConfig
 from kvstore.policy import (
+    NO_HINT,
     POLICIES,
     GittinsPolicy,
     Hint,
@@ -16,6 +17,7 @@ from kvstore.policy import (
     policy_named,
     ranked,
 )
+from kvstore.policy.block_classes import new_class, trailing_class
 from kvstore.tier import StorageKey
 
 
@@ -243,3 +245,10 @@ def test_after_a_quiet_night_blocks_come_of_age_in_steps(monkeypatch):
     assert all(sorted(order) == [block(number) for number in range(100)] for order in orders)
     assert orders[-1] == list(at_once.candidates(now_s=20_000.0))
     assert ages[0] == ages[1]
+
+
+def test_the_last_blocks_of_short_and_long_requests_are_told_apart_as_those_before_them_are():
+    short, long = trailing_class(1, 3, NO_HINT), trailing_class(1, 30, NO_HINT)
+
+    assert short != long
+    assert {short, long}.isdisjoint({new_class(1, 3, NO_HINT), new_class(1, 30, NO_HINT)})

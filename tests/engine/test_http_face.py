@@ -114,6 +114,13 @@ async def test_first_logits_come_as_float32_and_choose_the_first_token(client, t
     assert int(logits.argmax()) == answer["kvstore"]["output_tokens"][0]
 
 
+async def test_what_a_request_says_of_its_blocks_future_is_taken(client):
+    said = {"ends_session": True, "is_one_off": True, "next_use_s": 60}
+    status, _, _ = await client.post(body(kvstore=said))
+
+    assert status == 200
+
+
 async def test_a_stop_text_ends_the_answer(client):
     _, plain, _ = await client.post(body(max_tokens=30))
     text = plain["choices"][0]["message"]["content"]
@@ -198,6 +205,8 @@ BAD = [
     (body(frobnicate=1), "unknown_parameter", "frobnicate"),
     (body(kvstore={"x": 1}), "unknown_parameter", "kvstore.x"),
     (body(kvstore={"first_logits": 1}), None, "kvstore.first_logits"),
+    (body(kvstore={"ends_session": "yes"}), None, "kvstore.ends_session"),
+    (body(kvstore={"next_use_s": -1}), None, "kvstore.next_use_s"),
     (body("word " * 3000), "context_length_exceeded", "messages"),
     (body(max_tokens=5000), "context_length_exceeded", "messages"),
 ]

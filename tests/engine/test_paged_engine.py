@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvstore.errors import InvalidConfig, InvalidRequest, PromptTooLong
+from kvstore.hints import Hints
 from kvstore.miss import MissReason
 from kvstore.results import Fetched
 from kvstore.testing import FaultyTier, MemoryTier
@@ -389,3 +390,22 @@ async def test_more_pages_than_memory_are_refused(tiny_bf16):
 def test_a_model_length_beyond_the_models_is_refused(tiny_bf16):
     with pytest.raises(InvalidConfig, match=r"the model allows 2\.\.1024"):
         PagedEngine(tiny_bf16, EngineSettings(max_model_tokens=1025))
+
+
+async def test_a_request_that_ends_tells_the_store_what_it_knows_of_its_blocks(tiny_bf16):
+    async with opened(tiny_bf16) as engine:
+        told = []
+        note = engine.manager.note_hints
+        engine.manager.note_hints = lambda chain, hints, **rest: (
+            told.append((len(chain), hints)),
+            note(chain, hints, **rest),
+        )
+        await answer(engine, max_tokens=8)
+        await answer(engine, OTHER, max_tokens=5, hints=Hints(ends_session=True))
+
+        # All blocks that are full: of 210 and 207 tokens whose keys and values were computed.
+        assert told == [
+            (13, Hints(output_tokens=8)),
+            (12, Hints(ends_session=True, output_tokens=5)),
+        ]
+        assert engine.manager.stats()["hinted_requests"] == 2

@@ -224,3 +224,16 @@ async def test_a_store_into_an_epoch_that_ends_meanwhile_says_so(store, client):
     assert (status, said["stored"], said["present"], said["dropped"]) == (200, 0, 0, 2)
     assert (said["reason"], said["doubtful"]) == ("other_epoch", [0, 1])
     assert (await client.store(chain)).json["reason"] == "other_epoch"
+
+
+@pytest.mark.parametrize(
+    "hints",
+    [{"priority": 9}, {"next_use_s": -1}, {"ends_session": 1}, {"output_tokens": 0.5}, {"unknown": 1}, []],
+)
+async def test_bad_hints_are_refused_and_nothing_is_stored(client, hints):
+    chain = long_chain(2)
+    stored = await client.store(chain, hints=hints)
+    noted = await client.post("/v1/hints", namespace=SPACE.digest.hex(), keys=hex_keys(chain), hints=hints)
+
+    assert (stored.status, stored.json["error"]["code"]) == (400, "bad_request")
+    assert (noted.status, noted.json["error"]["code"]) == (400, "bad_request")

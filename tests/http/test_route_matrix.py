@@ -69,6 +69,7 @@ def request_of(route, space, lease=LEASE):
         "namespace": space.digest.hex(),
         "keys": hex_keys(chain),
         "model": space.model,
+        "policy": "lru",
         "layout": layout_fields(),
     }
     fields = {name: known[name] for name in schema["properties"] if name in known}

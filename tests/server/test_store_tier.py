@@ -1,5 +1,6 @@
 """StoreTier: a sidecar as a lower tier, alone and under an engine's manager."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -7,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore import KVLayout, Namespace, PrefixChain
+from kvstore import AsyncKVStore, KVLayout, Namespace, PrefixChain
 from kvstore.arena_link import ArenaCache
 from kvstore.async_link import AsyncLink
 from kvstore.checksum import checksum
 from kvstore.config import Config
+from kvstore.hints import Hints
 from kvstore.keys import BlockKey
 from kvstore.manager import BlockManager
 from kvstore.messages import ChainRef, Commit, Fetch, Lent, OpenNamespace, Reserve
@@ -259,4 +261,31 @@ async def test_without_a_server_over_http_everything_is_unavailable() -> None:
     assert [outcome.status for outcome in outcomes] == [ReadStatus.UNAVAILABLE]
     assert await tier.write(_writes(0), deadline_s=_soon()) == [WriteStatus.UNAVAILABLE]
     await tier.drop(_ids())
+    await tier.close()
+
+
+async def test_hints_to_an_engines_manager_reach_the_sidecar(tmp_path: Path) -> None:
+    async with (
+        serving(SIDECAR, socket_path=tmp_path / "s"),
+        await AsyncKVStore.connect(tmp_path / "s") as asker,
+    ):
+        top = DramTier(capacity_bytes=4 * MIB, staging_bytes=MIB)
+        manager = BlockManager(top, [StoreTier(tmp_path / "s")])
+        await manager.open()
+        manager.open_namespace(NAMESPACE)
+        try:
+            manager.note_hints(CHAIN, Hints(ends_session=True))
+            async with asyncio.timeout(60):
+                while not (await asker.stats())["hinted_requests"]:  # noqa: ASYNC110  counted, not announced
+                    await asyncio.sleep(0.01)
+        finally:
+            await manager.close()
+
+
+async def test_hints_are_no_burden_where_no_sidecar_is(tmp_path: Path) -> None:
+    tier = StoreTier(tmp_path / "nobody")
+    await tier.open()
+    tier.open_namespace(NAMESPACE)
+
+    assert not await tier.note_hints(CHAIN, Hints(ends_session=True))
     await tier.close()

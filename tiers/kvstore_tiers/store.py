@@ -9,8 +9,9 @@ from typing import TypeVar
 
 from kvstore.async_client import AsyncKVStore
 from kvstore.errors import KVStoreError
+from kvstore.hints import Hints
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
-from kvstore.layout import KVLayout
+from kvstore.layout import KVLayout, Part
 from kvstore.miss import MissReason
 from kvstore.tier import (
     BlockHeader,
@@ -164,6 +165,11 @@ class StoreTier:
 
     async def touch(self, blocks: Sequence[BlockId]) -> None:
         """Do nothing: matching and fetching are uses that the store notes itself."""
+
+    async def note_hints(self, chain: PrefixChain, hints: Hints, *, part: Part | None = None) -> bool:
+        """Pass hints on to the store; False if it did not hear them."""
+        client = await self._client_of(chain.namespace, self._clock() + self._drop_timeout_s)
+        return client is not None and await client.hint(chain, hints, part=part)
 
     def has_room(self, length_bytes: int, count: int = 1) -> bool:
         """Return True: the store makes room itself, or refuses a write."""

@@ -132,6 +132,7 @@ class Answering:
             priority=plan.priority,
             logprobs=plan.logprobs,
             tenant_salt=self._tenant_salt,
+            hints=plan.hints,
         )
 
     async def _pump(self, group: _Group, choice: Choice) -> None:

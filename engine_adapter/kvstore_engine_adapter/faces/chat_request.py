@@ -9,6 +9,7 @@ from kvstore_engine_adapter.faces.fields import Fields, json_object, require_uni
 from kvstore_engine_adapter.faces.parameters import CHAT, CHAT_EXTRA, STREAM_OPTIONS
 from kvstore_engine_adapter.faces.sampling_fields import (
     AnswerPlan,
+    read_hints,
     read_max_tokens,
     read_plan,
     read_top_logprobs,
@@ -63,6 +64,7 @@ def parse_chat_request(body: bytes) -> ChatRequest:
             plan,
             wants_first_logits=wants_first_logits,
             wants_tokens=wants_first_logits or extra.boolean("output_tokens"),
+            hints=read_hints(extra),
         ),
         is_streaming=fields.boolean("stream"),
         includes_usage=fields.nested("stream_options", STREAM_OPTIONS).boolean("include_usage"),

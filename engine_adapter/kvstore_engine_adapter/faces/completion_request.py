@@ -8,6 +8,7 @@ from kvstore_engine_adapter.faces.fields import Fields, is_token, json_object, r
 from kvstore_engine_adapter.faces.parameters import COMPLETIONS, COMPLETIONS_EXTRA, STREAM_OPTIONS
 from kvstore_engine_adapter.faces.sampling_fields import (
     AnswerPlan,
+    read_hints,
     read_max_tokens,
     read_plan,
     read_top_logprobs,
@@ -64,6 +65,7 @@ def parse_completion_request(body: bytes) -> CompletionRequest:
             plan,
             wants_first_logits=wants_first_logits,
             wants_tokens=wants_first_logits or extra.boolean("output_tokens"),
+            hints=read_hints(extra),
         ),
         echoes=echoes,
         is_streaming=fields.boolean("stream"),

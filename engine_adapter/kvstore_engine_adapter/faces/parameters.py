@@ -111,6 +111,9 @@ CHAT = (
 CHAT_EXTRA = _used(
     first_logits="true: the logits that the first token was chosen from",
     output_tokens="true: the answer's tokens",
+    ends_session="true: the conversation is over, its blocks may leave first",
+    is_one_off="true: nobody asks for the prompt's new blocks again",
+    next_use_s="seconds until the blocks are expected to be used again",
     session="name of a session: messages are what is new",
     create="true: make the session if there is none",
     version="continue only this version of the session",
@@ -140,7 +143,8 @@ COMPLETIONS = (
     *_refused(best_of=(1,), suffix=("",), logit_bias=({},)),
 )
 
-COMPLETIONS_EXTRA = tuple(at for at in CHAT_EXTRA if at.name in ("first_logits", "output_tokens"))
+_OF_SESSIONS = ("session", "create", "version")
+COMPLETIONS_EXTRA = tuple(at for at in CHAT_EXTRA if at.name not in _OF_SESSIONS)
 
 RESPONSES = (
     *_used(

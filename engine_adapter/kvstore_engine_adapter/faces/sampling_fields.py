@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvstore.errors import InvalidRequest
+from kvstore.hints import MAX_NEXT_USE_S, Hints
 from kvstore_engine_adapter.faces.api_error import ApiError
 from kvstore_engine_adapter.faces.fields import Fields
 from kvstore_engine_adapter.generation import MAX_LOGPROBS
@@ -21,7 +22,7 @@ class AnswerPlan:
     ``max_tokens`` None: up to the context's end. ``stops`` are texts that end an answer, ``stop_tokens``
     tokens beside the model's own, which do not count if ``ignores_end``. ``logprobs`` asks for so many of the
     likeliest tokens at each place, None for no log-probabilities at all. ``wants_tokens``: the whole answer
-    names its tokens.
+    names its tokens. ``hints``: what the request says of its blocks' future.
     """
 
     sampling: SamplingParams
@@ -34,6 +35,7 @@ class AnswerPlan:
     priority: int = 0
     wants_first_logits: bool = False
     wants_tokens: bool = False
+    hints: Hints | None = None
 
 
 def read_sampling(fields: Fields) -> SamplingParams:
@@ -114,3 +116,20 @@ def read_top_logprobs(fields: Fields, name: str, *, default: int) -> int:
         ApiError: 400: outside 0..20.
     """
     return fields.whole(name, low=0, high=MAX_LOGPROBS, default=default)
+
+
+def read_hints(extra: Fields) -> Hints | None:
+    """Return what ``kvstore`` of a request says of its blocks' future.
+
+    Raises:
+        ApiError: 400: a value of the wrong type or range.
+    """
+    next_use_s = extra.number("next_use_s")
+    if next_use_s is not None and not 0 <= next_use_s <= MAX_NEXT_USE_S:
+        extra.refuse("next_use_s", f"must be 0 to {MAX_NEXT_USE_S:.0f}")
+    hints = Hints(
+        ends_session=extra.boolean("ends_session"),
+        is_one_off=extra.boolean("is_one_off"),
+        next_use_s=next_use_s,
+    )
+    return None if hints == Hints() else hints

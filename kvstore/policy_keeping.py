@@ -1,0 +1,174 @@
+"""PolicyKeeper: keeps what the policies of one manager learned across its restarts.
+
+What was learned makes a policy better and no answer right: it is kept as well as that comes cheap. Files are
+read and written on a thread of their own, which a hung disk may keep; nobody waits for it for longer than
+PATIENCE_S. What cannot be trusted is ignored, with one line in the log.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from kvstore.errors import CorruptBlock, InvalidConfig, InvalidRequest
+from kvstore.garbage import garbage_collection_paused
+from kvstore.policy import EvictionPolicy, policy_name, policy_named
+from kvstore.policy_file import Learned, PolicyFile
+from kvstore.state import State
+from kvstore.tier import StorageKey
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+KEEP_S = 300.0
+"""How often what was learned is written while the store serves."""
+
+PATIENCE_S = 2.0
+"""How long a start or an end waits for the disk."""
+
+
+def adopt(state: State, policy: EvictionPolicy, tier: str, names: Sequence[StorageKey]) -> None:
+    """Have a policy learn of blocks that a tier holds, the least recently used first."""
+    by_size: dict[int, tuple[list[StorageKey], list[StorageKey | None]]] = {}
+    for name in names:
+        entry = state.directory.find(name)
+        assert entry is not None, "a block that was filed has no entry"
+        is_counted = entry.parent is not None and entry.copies[tier].is_counted
+        group = by_size.setdefault(entry.length_bytes, ([], []))
+        group[0].append(name)
+        group[1].append(entry.shelf.name(entry.parent) if is_counted and entry.parent else None)
+    for size_bytes, (blocks, parents) in by_size.items():
+        policy.adopt(blocks, parents, size_bytes=size_bytes, now_s=state.clock())
+
+
+class PolicyKeeper:
+    """Reads what earlier runs learned, and writes what this one does. ``file`` None: neither.
+
+    It changes the policies too: blocks stay, in the order in which the policy before would have evicted them.
+    """
+
+    def __init__(self, state: State, file: PolicyFile | None) -> None:
+        self._state = state
+        self._file = file
+        self._is_busy = False
+        self._is_open = False
+
+    async def open(self) -> None:
+        """Take over what earlier runs learned; what is doubtful is left."""
+        if self._file is None:
+            return
+        learned = await self._on_disk(self._file.read, "not taken over")
+        for tier, (name, saved) in (learned or {}).items():
+            self._take_over(tier, name, saved)
+        self._is_open = True
+
+    def _take_over(self, tier: str, name: str, saved: dict[str, object]) -> None:
+        policy = self._state.policies.get(tier)
+        if policy is None:
+            return
+        if policy_name(policy) != name:
+            logger.info("%s: policy statistics are of %s: not taken over", tier, name)
+            return
+        try:
+            policy.from_state(saved)
+        except ValueError as error:
+            logger.warning("%s: policy statistics are doubtful: not taken over: %s", tier, error)
+
+    def change(self, name: str) -> str:
+        """Give every tier another policy, which orders the blocks that are stored; returns the one before.
+
+        Leases and blocks are as before. What the policy before learned goes with it, and so do its ghosts.
+
+        Raises:
+            InvalidRequest: no policy has that name.
+        """
+        try:
+            new_policy = policy_named(name)
+        except InvalidConfig as error:
+            raise InvalidRequest(str(error)) from error
+        state = self._state
+        before = policy_name(state.policies[state.top.name])
+        changed: dict[str, EvictionPolicy] = {}
+        with garbage_collection_paused():
+            for tier in state.all_tiers():
+                old = state.policies.get(tier.name)
+                if old is not None:
+                    changed[tier.name] = new_policy(tier.capacity_bytes)
+                    adopt(state, changed[tier.name], tier.name, _in_order(state, old, tier.name))
+        state.policies.update(changed)
+        logger.info("policy: %s from now on, %s before", policy_name(changed[state.top.name]), before)
+        return before
+
+    async def keep_forever(self) -> None:
+        """Write now and then, until cancelled."""
+        while True:
+            await asyncio.sleep(KEEP_S)
+            try:
+                await self.keep()
+            except Exception:
+                logger.exception("keeping the policies' statistics failed")
+
+    async def keep(self) -> None:
+        """Write what was learned so far; waits for PATIENCE_S at most."""
+        file = self._file
+        if file is None or not self._is_open:
+            return
+        learned: Learned = {}
+        for tier, policy in self._state.policies.items():
+            saved = policy.to_state()
+            if saved:
+                learned[tier] = (policy_name(policy), saved)
+        if learned:
+            await self._on_disk(lambda: file.write(learned), "not kept")
+
+    async def _on_disk(self, work: Callable[[], T], failing: str) -> T | None:
+        """Do ``work`` on a thread; None if it fails, takes too long, or an earlier one is still at it.
+
+        Only the disk of a tier that is up is touched: another process may have the one of a tier that is not.
+        """
+        is_up = any(not tier.is_shared and tier.health().is_up for tier in self._state.lower)
+        if self._is_busy or not is_up:
+            return None
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+        self._is_busy = True
+
+        def settle(result: T | None, error: Exception | None) -> None:
+            self._is_busy = False
+            if done.cancelled():
+                return
+            if error is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(result)  # type: ignore[arg-type]  # without an error there is a result
+
+        def run() -> None:
+            result, failed = None, None
+            try:
+                result = work()
+            except Exception as error:  # handed to the task that waits
+                failed = error
+            try:
+                loop.call_soon_threadsafe(settle, result, failed)
+            except RuntimeError:
+                return  # the loop has ended meanwhile: nobody wants to know
+
+        threading.Thread(target=run, name="kvstore-policies", daemon=True).start()
+        try:
+            return await asyncio.wait_for(done, PATIENCE_S)
+        except TimeoutError:
+            logger.warning(
+                "policy statistics: %s has taken more than %g s: %s", self._file, PATIENCE_S, failing
+            )
+        except (CorruptBlock, OSError) as error:
+            logger.warning("policy statistics: %s: %s: %s", self._file, failing, error)
+        return None
+
+
+def _in_order(state: State, policy: EvictionPolicy, tier: str) -> list[StorageKey]:
+    """Return all blocks that a policy orders, those first that it would evict first."""
+    order = dict.fromkeys(policy.candidates(now_s=state.clock()))
+    known = (entry.name for entry in state.directory.entries() if entry.is_ready(tier))
+    return [*order, *(name for name in known if name in policy and name not in order)]
