@@ -1,4 +1,4 @@
-"""An SGLang engine as a process: one JSON line with its arguments, then lines with prompts. SGLang's own Python.
+"""An SGLang engine as a process: one JSON line with its arguments, then lines with prompts. SGLang's Python.
 
 The first line is ``Engine``'s arguments. Then each line has prompts; each answer is a line on the
 original stdout, everything else goes to stderr.

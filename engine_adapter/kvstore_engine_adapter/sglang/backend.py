@@ -119,8 +119,9 @@ class KVStoreBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is not the
         def load() -> list[bool]:
             pool = self._pools[_KV]
             starts = self._starts(_KV, keys, host_indices)
-            loaded = pool.load(keys, lambda at, payload: pool.pages.write(starts[at], payload), _before(extra_info))
-            self._tally.note_loaded(loaded, loaded * pool.pages.page_bytes)
+            loaded = pool.load(
+                keys, lambda at, payload: pool.pages.write(starts[at], payload), _before(extra_info)
+            )
             return [at < loaded for at in range(len(keys))]
 
         return self._guard([False] * len(keys), load)
@@ -130,7 +131,9 @@ class KVStoreBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is not the
 
         def save() -> list[bool]:
             pool = self._pools[_KV]
-            return pool.save(keys, pool.pages.read(self._starts(_KV, keys, host_indices)), _before(extra_info))
+            return pool.save(
+                keys, pool.pages.read(self._starts(_KV, keys, host_indices)), _before(extra_info)
+            )
 
         return self._guard([False] * len(keys), save)
 
@@ -140,9 +143,7 @@ class KVStoreBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is not the
         """Load a page into a flat tensor and return it; None: it is not there."""
         return self.batch_get([key], [target_location])[0]
 
-    def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> list[Any]:
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
         """Load pages into flat tensors and return them, None for each that is not there."""
         found: list[Any] = [None] * len(keys)
 
@@ -160,9 +161,7 @@ class KVStoreBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is not the
 
         return self._guard([None] * len(keys), load)
 
-    def set(
-        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
-    ) -> bool:
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Store a flat page."""
         return self.batch_set([key], [value])
 
@@ -239,9 +238,13 @@ class KVStoreBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is not the
     def clear(self) -> None:
         """Say that nothing was forgotten: the store is not this engine's alone."""
         logger.warning(
-            "kvstore: the store forgets nothing when this engine's storage is cleared; if weights have changed "
-            "in place, run: kvstore epoch --advance, and restart the replicas"
+            "kvstore: the store forgets nothing when this engine's storage is cleared; if weights have "
+            "changed in place, run: kvstore epoch --advance, and restart the replicas"
         )
+
+    def counts(self) -> dict[str, int]:
+        """Return all that was counted since the start."""
+        return self._tally.counts()
 
     def get_stats(self) -> Any:
         """Return what SGLang's metrics show of a backend; None when there is nothing new."""

@@ -81,8 +81,8 @@ def identify(
 ) -> PoolIdentity:
     """Return the identity of a pool. Reads the model's files when nothing else names the weights.
 
-    ``server_args``: None if SGLang does not say; then ``weights`` must be set. ``resolve`` finds the commit of
-    a model of a hub that is cached here.
+    ``server_args``: None if SGLang does not say; then ``weights`` must be set. ``resolve`` finds the
+    commit of a model of a hub that is cached here.
 
     Raises:
         NotNameable: it cannot be named; the text says what to set.
@@ -110,7 +110,11 @@ def identify(
     except InvalidLayout as error:
         raise NotNameable(f"{error}: lower SGLang's --page-size") from error
     namespace = Namespace(
-        model=model, layout=layout, weights=weights, rope=f"sglang:{digest}", tenant_salt=options.salt.encode()
+        model=model,
+        layout=layout,
+        weights=weights,
+        rope=f"sglang:{digest}",
+        tenant_salt=options.salt.encode(),
     )
     return PoolIdentity(namespace, None if num_ranks == 1 else Part(0, 1, rank, rank + 1))
 
@@ -139,8 +143,8 @@ def _require_supported(storage_config: Config, server_args: Config | None) -> No
         )
     if getattr(server_args, "enable_lora", None) or getattr(server_args, "lora_paths", None):
         raise NotNameable(
-            "SGLang names LoRA adapters by name and path, not by what they are: not supported by the backend, "
-            "leave out --enable-lora and --lora-paths"
+            "SGLang names LoRA adapters by name and path, not by what they are: not supported by the "
+            "backend, leave out --enable-lora and --lora-paths"
         )
 
 

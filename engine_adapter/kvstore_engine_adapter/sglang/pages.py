@@ -62,7 +62,11 @@ class FlatPages:
             is_flat = isinstance(page, torch.Tensor) and page.dim() == 1
         except (NotImplementedError, ValueError, TypeError, AttributeError) as error:
             raise InvalidLayout(f"pages: {type(pool).__name__} has no flat pages: {error}") from error
-        if not is_flat or page.device.type != "cpu" or not callable(getattr(pool, "set_from_flat_data_page", None)):
+        if (
+            not is_flat
+            or page.device.type != "cpu"
+            or not callable(getattr(pool, "set_from_flat_data_page", None))
+        ):
             raise InvalidLayout(f"pages: {type(pool).__name__} has no flat pages in memory of the host")
         self._dtype = page.dtype
         self.page_bytes = page.numel() * page.element_size()
@@ -171,6 +175,10 @@ def _spans(pool: HostPool) -> list[tuple[int, int]]:
     found: list[torch.Tensor] = []
     for name in ("kv_buffer", "k_buffer", "v_buffer", "index_k_buffer", "index_k_scale_buffer"):
         buffer = getattr(pool, name, None)
-        found += [one for one in (buffer if isinstance(buffer, tuple | list) else [buffer]) if one is not None]
-    whole = [one.untyped_storage() for one in found if isinstance(one, torch.Tensor) and one.device.type == "cpu"]
+        found += [
+            one for one in (buffer if isinstance(buffer, tuple | list) else [buffer]) if one is not None
+        ]
+    whole = [
+        one.untyped_storage() for one in found if isinstance(one, torch.Tensor) and one.device.type == "cpu"
+    ]
     return [(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in whole]

@@ -134,7 +134,9 @@ class PoolStore:
         at = 0
         while at < len(hashes):
             start = at
-            at += self.load(hashes[at:], lambda position, payload, start=start: write(start + position, payload))
+            at += self.load(
+                hashes[at:], lambda position, payload, start=start: write(start + position, payload)
+            )
             done[start:at] = [True] * (at - start)
             at += 1
         return done

@@ -29,7 +29,8 @@ class Tally:
         self._lock = threading.Lock()
         self._next_s = clock() + interval_s
         self._next_fault_s = 0.0
-        self.totals: Counter[str] = Counter()
+        self._totals: Counter[str] = Counter()
+        self._told: dict[str, int] = {}
 
     def note_fault(self, error: BaseException) -> None:
         """Log a fault with its traceback, unless one was logged less than an interval ago."""
@@ -51,8 +52,16 @@ class Tally:
             if now_s < self._next_s and not at_once:
                 return
             self._next_s = now_s + self._interval_s
-            taken = self._counts.take()
-            self.totals.update(taken)
-        if taken:
-            told = ", ".join(f"{name} {count}" for name, count in sorted(taken.items()))
-            self._logger.info("kvstore: in the last while: %s", told)
+        counted = self.counts()
+        with self._lock:
+            new = counted != self._told
+            self._told = counted
+        if new:
+            told = ", ".join(f"{name} {count}" for name, count in sorted(counted.items()))
+            self._logger.info("kvstore: since the start: %s", told)
+
+    def counts(self) -> dict[str, int]:
+        """Return all that was counted since the start."""
+        with self._lock:
+            self._totals.update(self._counts.take())
+            return dict(self._totals)
