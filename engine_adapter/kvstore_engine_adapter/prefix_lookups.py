@@ -6,7 +6,7 @@ For engines whose scheduler must not wait: every question is answered at once, w
 Time: all the waiting that one request does for lookups, over all its lookups, is at most ``deadline_s``.
 After that it is a miss, and so is every further question of that request.
 Failure: what could not be loaded is not offered again to that request, so a store that says yes and gives
-nothing cannot make it loop. A store that does not answer is not asked for a while (``StoreBreaker``): then the
+nothing cannot make it loop. A store that does not answer is not asked for a while (``StoreBreaker``): the
 requests in between are misses at once, and one of them tries again.
 Leases: blocks that were found in memory are leased until they are loaded, or the request ends.
 Threads: all methods may be called from any thread; the engine's calls take no lock across I/O.

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-ABSENT = ("torchvision", "torchaudio", "sgl_kernel", "IPython")
+ABSENT = ("torchvision", "torchaudio", "sgl_kernel", "cutlass", "pandas", "IPython")
 """Packages that SGLang imports and that a text model on a CPU does not use."""
 
 

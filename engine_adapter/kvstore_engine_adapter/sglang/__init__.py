@@ -28,7 +28,8 @@ def __getattr__(name: str) -> object:
     except ImportError as error:
         tested = ", ".join(TESTED_VERSIONS)
         raise ImportError(
-            f"kvstore_engine_adapter.sglang: SGLang is not installed here, or is a version without the "
-            f"interface that the backend needs (tested: {tested}): install sglang=={TESTED_VERSIONS[-1]} ({error})"
+            "kvstore_engine_adapter.sglang: SGLang is not installed here, or is a version without the "
+            f"interface that the backend needs (tested: {tested}): "
+            f"install sglang=={TESTED_VERSIONS[-1]} ({error})"
         ) from error
     return KVStoreBackend
