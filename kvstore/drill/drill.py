@@ -87,7 +87,8 @@ def run_drill(settings: DrillSettings, say: Say) -> DrillReport:
         for index, fault in enumerate(settings.faults):
             took_s = time.monotonic() - started_s
             if took_s > _GRACE * settings.seconds:
-                report.faults[fault.name] = KindReport(skipped=f"no time left: give more than {took_s:.0f} s")
+                reason = stages.obstacle(fault) or f"no time left: give more than {took_s:.0f} s"
+                report.faults[fault.name] = KindReport(skipped=reason)
                 continue
             share_s = share_of_time(settings.faults[index:], settings.seconds - took_s)
             report.faults[fault.name] = _Kind(fault, settings, stages, say).run(share_s)

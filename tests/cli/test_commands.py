@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore import cli
+from kvstore import cli, wire
 from kvstore.cli import main
 from tests.store_process import MIB, StoreProcess
 
@@ -305,7 +305,7 @@ def test_every_command_has_help_of_its_own(run: Run, command: str) -> None:
 
 def test_version_speaks_to_people_and_programs(run: Run) -> None:
     assert run("version")[1].startswith("kvstore ")
-    assert json.loads(run("version", "--json")[1])["protocol"] == 1
+    assert json.loads(run("version", "--json")[1])["protocol"] == wire.VERSION
 
 
 def test_a_command_whose_module_is_absent_is_one_clear_line(

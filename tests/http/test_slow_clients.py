@@ -115,6 +115,12 @@ async def test_at_the_limit_of_descriptors_clients_are_refused_and_the_log_is_no
 
         async with aiohttp.ClientSession(server.url) as session:
             assert wait_until(lambda: Footprint.of(server.process.pid).descriptors < 80, 30)
-            assert (await HttpClient(session).get("/healthz")).status == 200
+            client = HttpClient(session)
+            # Those still in the backlog are refused first.
+            for _ in range(600):
+                if (status := (await client.get("/healthz")).status) == 200:
+                    break
+                await asyncio.sleep(0.05)
+            assert status == 200
         assert len(server.log) < 20_000
         assert "Traceback" not in server.log
