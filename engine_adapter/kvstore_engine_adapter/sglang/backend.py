@@ -308,7 +308,7 @@ def _require_flat(pool: PoolStore) -> None:
 
 
 def _bytes_of_target(target: Any, page_bytes: int) -> torch.Tensor:
-    found = target.view(torch.uint8).reshape(-1)
+    found: torch.Tensor = target.view(torch.uint8).reshape(-1)
     if found.numel() != page_bytes or found.data_ptr() != target.data_ptr():
         raise InvalidLayout(f"pages: a target of {found.numel()} bytes, expected {page_bytes} in one run")
     return found

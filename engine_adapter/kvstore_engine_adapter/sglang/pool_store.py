@@ -131,14 +131,15 @@ class PoolStore:
     def load_each(self, hashes: Sequence[str], write: Callable[[int, Payload], None]) -> list[bool]:
         """Load pages that need not follow one another; says of each whether ``write`` was called."""
         done = [False] * len(hashes)
-        at = 0
-        while at < len(hashes):
-            start = at
-            at += self.load(
-                hashes[at:], lambda position, payload, start=start: write(start + position, payload)
-            )
-            done[start:at] = [True] * (at - start)
-            at += 1
+
+        def write_one(at: int, payload: Payload) -> None:
+            write(at, payload)
+            done[at] = True
+
+        start = 0
+        while start < len(hashes):
+            loaded = self.load(hashes[start:], _shifted(write_one, start))
+            start += loaded + 1
         return done
 
     def save(
@@ -185,6 +186,10 @@ class PoolStore:
             return self._identity.namespace.chain_of_hashes([known(one) for one in hashes])
         whole = self._identity.namespace.chain_of_hashes([known(one) for one in (before[-1], *hashes)])
         return PrefixChain(whole.namespace, whole.keys[1:], whole.block_tokens, len(before), whole.keys[0])
+
+
+def _shifted(write: Callable[[int, Payload], None], start: int) -> Callable[[int, Payload], None]:
+    return lambda at, payload: write(start + at, payload)
 
 
 def _text(reason: MissReason | None) -> str:

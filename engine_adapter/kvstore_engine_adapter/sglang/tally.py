@@ -27,7 +27,7 @@ class Tally:
         self._interval_s = interval_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._next_s = clock() + interval_s
+        self._next_s = clock()
         self._next_fault_s = 0.0
         self._totals: Counter[str] = Counter()
         self._told: dict[str, int] = {}

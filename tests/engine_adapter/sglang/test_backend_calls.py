@@ -14,6 +14,7 @@ import torch
 import kvstore_engine_adapter.sglang as package
 from kvstore import KVStore
 from kvstore.errors import InvalidConfig
+from kvstore_engine_adapter.sglang import pool_store
 from tests.engine_adapter.sglang import sglang_stand_in
 from tests.engine_adapter.sglang.sglang_stand_in import (
     PAGE,
@@ -331,3 +332,13 @@ def test_the_package_imports_without_sglang_and_the_class_says_what_it_needs() -
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "0.5.23" in done.stdout.splitlines()[0]
     assert "install sglang==0.5.23" in done.stdout
+
+
+def test_long_chains_go_in_several_calls(make_backend: MakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_store, "_MAX_KEYS", 4)
+    keys, first, second = hashes(14), HostPool(), HostPool(seed=1)
+    make_backend(first).batch_set_v1(keys[:13], indices(range(13)))
+    consumer = make_backend(second)
+    assert consumer.batch_exists(keys) == 13
+    assert consumer.batch_get_v1(keys, indices(range(14))) == [True] * 13 + [False]
+    assert are_equal(pages_of(second, list(range(13))), pages_of(first, list(range(13))))
