@@ -7,6 +7,8 @@ A store that does not answer is not asked for a while (``StoreBreaker``, one for
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,7 +20,9 @@ from kvstore_engine_adapter.prefix_lookups import LATE, STORE_AWAY
 from kvstore_engine_adapter.sglang.identity import PoolIdentity
 from kvstore_engine_adapter.sglang.options import BackendOptions
 from kvstore_engine_adapter.sglang.pages import HostPages, Payload
-from kvstore_engine_adapter.store_breaker import AWAY, StoreBreaker
+from kvstore_engine_adapter.store_breaker import StoreBreaker
+
+T = TypeVar("T")
 
 _WINDOW_BYTES = 16 << 20
 _MAX_KEYS = 4096
@@ -64,9 +68,8 @@ class PoolStore:
                 self._counts.add(f"miss_{LATE}")
                 break
             asked = chain[found : found + _MAX_KEYS]
-            match = self._client.match(asked, part=self._identity.part, timeout_s=left_s)
+            match = self._ask(partial(self._client.match, asked, part=self._identity.part, timeout_s=left_s))
             found += match.blocks
-            self._learn(match.reason)
             if match.blocks < len(asked):
                 self._counts.add(f"miss_{_text(match.reason)}")
                 break
@@ -87,7 +90,9 @@ class PoolStore:
                 self._counts.add(f"miss_{LATE}")
                 break
             asked = chain[len(there) : len(there) + _MAX_KEYS]
-            there += self._client.exists(asked, part=self._identity.part, timeout_s=left_s)
+            there += self._ask(
+                partial(self._client.exists, asked, part=self._identity.part, timeout_s=left_s)
+            )
         self._counts.add("found_pages", sum(there))
         return there + [False] * (len(chain) - len(there))
 
@@ -114,10 +119,10 @@ class PoolStore:
                 self._counts.add(f"load_{LATE}")
                 break
             asked = chain[loaded : loaded + step]
-            result = self._client.fetch_into(
-                asked, list(buffer[: len(asked)]), part=self._identity.part, timeout_s=left_s
+            rows = list(buffer[: len(asked)])
+            result = self._ask(
+                partial(self._client.fetch_into, asked, rows, part=self._identity.part, timeout_s=left_s)
             )
-            self._learn(result.reason)
             for at in range(result.blocks):
                 write(loaded + at, buffer[at])
             loaded += result.blocks
@@ -155,13 +160,9 @@ class PoolStore:
             self._counts.add("dropped_pages", len(hashes))
             return [False] * len(hashes)
         size_bytes = len(hashes) * self.pages.page_bytes
-        result = self._client.put(
-            self._chain(hashes, before),
-            list(payloads),
-            part=self._identity.part,
-            timeout_s=self._options.save_deadline_ms / 1000 + size_bytes * _BYTE_S,
-        )
-        self._learn(result.reason)
+        timeout_s = self._options.save_deadline_ms / 1000 + size_bytes * _BYTE_S
+        chain, part = self._chain(hashes, before), self._identity.part
+        result = self._ask(partial(self._client.put, chain, list(payloads), part=part, timeout_s=timeout_s))
         self._counts.add("saved_pages", result.stored)
         self._counts.add("present_pages", result.present)
         self._counts.add("dropped_pages", result.dropped)
@@ -176,8 +177,20 @@ class PoolStore:
         self._counts.add(f"miss_{STORE_AWAY}")
         return False
 
-    def _learn(self, reason: MissReason | None) -> None:
-        self._breaker.note(is_away=reason in AWAY)
+    def _ask(self, call: Callable[[], T]) -> T:
+        """Make a call, and learn from it whether the store is there.
+
+        The reason of a miss would not say: it may be that of a slower tier behind a store that has answered.
+        Another thread's failure in the meantime counts too, for it is the same store's.
+        """
+        before = self._num_unanswered()
+        result = call()
+        self._breaker.note(is_away=self._num_unanswered() > before)
+        return result
+
+    def _num_unanswered(self) -> int:
+        stats = self._client.client_stats()
+        return stats.timeouts + stats.unavailable
 
     def _chain(self, hashes: Sequence[str], before: Sequence[str] | None) -> PrefixChain:
         """Name pages. The page before them, where it is known, is the parent of the first."""
