@@ -1,6 +1,5 @@
 """Scenarios of SGLang with the storage backend. Each takes a Workshop and returns an Outcome."""
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -151,29 +150,36 @@ def killed_in_the_middle(shop: SglangWorkshop) -> Outcome:
 
 
 def others_on_one_store(shop: SglangWorkshop) -> Outcome:
-    """Another model, dtype, page size, layout of host pages and salt find nothing of each other's."""
-    outcome = Outcome(ENGINE, "others_on_one_store")
-    prompts = batches(1)[:1]
+    """Another page size, dtype and model find nothing of each other's."""
     kinds: dict[str, dict[str, object]] = {
-        "model": {"model": shop.model(seed=2)},
-        "dtype": {"dtype": "bfloat16"},
         "page_size": {"page_size": 64},
-        "layout": {"hicache_mem_layout": "layer_first"},
-        "salt": {},
+        "dtype": {"dtype": "bfloat16"},
+        "model": {"model": shop.model(seed=2)},
     }
-    with shop.store("others") as store:
-        with shop.replica("others-first", **storage(address(store), **_LONG)) as replica:
-            replica.ask(prompts[0])
+    return _others(shop, "others_on_one_store", kinds)
+
+
+def other_layout_and_salt(shop: SglangWorkshop) -> Outcome:
+    """Another layout of host pages and another salt find nothing of each other's."""
+    kinds: dict[str, dict[str, object]] = {"layout": {"hicache_mem_layout": "layer_first"}, "salt": {}}
+    return _others(shop, "other_layout_and_salt", kinds)
+
+
+def _others(shop: SglangWorkshop, scenario: str, kinds: dict[str, dict[str, object]]) -> Outcome:
+    outcome = Outcome(ENGINE, scenario)
+    prompt = batches(1)[0]
+    with shop.store(scenario) as store:
+        with shop.replica(f"{scenario}-first", **storage(address(store), **_LONG)) as replica:
+            replica.ask(prompt)
             await_blocks(store, 9)
         for name, more in kinds.items():
-            as_first = name in ("layout", "salt", "page_size")  # the same computation
-
-            of_engine = {} if as_first else more
-            wanted = shop.reference("llama" if as_first else f"other-{name}", lambda: batches(1), **of_engine)
+            is_same_computation = name in ("layout", "salt", "page_size")
+            reference, given = ("llama", {}) if is_same_computation else (f"other-{name}", more)
+            wanted = shop.reference(reference, lambda: batches(1), **given)
             options = {"salt": "of another team"} if name == "salt" else {}
             arguments = storage(address(store), **_LONG, **options) | more
-            with shop.replica(f"others-{name}", **arguments) as replica:
-                got = replica.ask(prompts[0])
+            with shop.replica(f"{scenario}-{name}", **arguments) as replica:
+                got = replica.ask(prompt)
             outcome.compare(got, wanted[0], what=name)
             outcome.notes[name] = got.cached[0]
             outcome.demand(got.cached[0] == 0, f"{name}: {got.cached[0]} tokens of another's")
@@ -183,8 +189,8 @@ def others_on_one_store(shop: SglangWorkshop) -> Outcome:
 def random_failures(shop: SglangWorkshop) -> Outcome:
     """SGLang's own switches: calls of the backend that come late or fail at random."""
     outcome = Outcome(ENGINE, "random_failures")
-    prompts = [[tokens(400 + at, 200)] for at in range(8)]
-    wanted = shop.reference("random", lambda: prompts)
+    prompts = batches(1)
+    wanted = shop.reference("llama", lambda: prompts)
     environ = {
         "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.05",
         "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.3",
@@ -193,12 +199,14 @@ def random_failures(shop: SglangWorkshop) -> Outcome:
         shop.store("random") as store,
         shop.replica("random", environ=environ, **storage(address(store), **_LONG)) as replica,
     ):
-        for turn in range(3):
+        for turn in range(8):
             for batch, other in zip(prompts, wanted, strict=True):
                 got = replica.ask(batch, reset=True)
                 outcome.compare(got, other, what=f"turn {turn}")
                 outcome.external_tokens += got.external or 0
-        outcome.notes["log"] = json.dumps("failure_prob=0.3" in replica.log.read_text(errors="replace"))
+        outcome.demand(
+            "failure_prob=0.3" in replica.log.read_text(errors="replace"), "SGLang injected no failures"
+        )
     outcome.demand(outcome.external_tokens > 0, "nothing was reused at all")
     return outcome
 
@@ -211,4 +219,5 @@ SCENARIOS: tuple[Callable[[SglangWorkshop], Outcome], ...] = (
     killed_in_the_middle,
     random_failures,
     others_on_one_store,
+    other_layout_and_salt,
 )
