@@ -6,7 +6,7 @@ For engines whose scheduler must not wait: every question is answered at once, w
 Time: all the waiting that one request does for lookups, over all its lookups, is at most ``deadline_s``.
 After that it is a miss, and so is every further question of that request.
 Failure: what could not be loaded is not offered again to that request, so a store that says yes and gives
-nothing cannot make it loop. A store that does not answer is not asked for a while (``_Breaker``): then the
+nothing cannot make it loop. A store that does not answer is not asked for a while (``StoreBreaker``): the
 requests in between are misses at once, and one of them tries again.
 Leases: blocks that were found in memory are leased until they are loaded, or the request ends.
 Threads: all methods may be called from any thread; the engine's calls take no lock across I/O.
@@ -27,6 +27,7 @@ from kvstore.keys import BlockKey, PrefixChain
 from kvstore.layout import Part
 from kvstore.miss import MissReason
 from kvstore_engine_adapter.counts import Counts
+from kvstore_engine_adapter.store_breaker import AWAY, StoreBreaker
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +35,8 @@ LATE, STORE_AWAY, KNOWN_MISSING, LOAD_FAILED = "late", "store_away", "known_miss
 """Reasons of a miss that are the engine's side's own, beside those of MissReason."""
 
 _THREADS = 4
-_AWAY = (MissReason.TIMED_OUT, MissReason.UNAVAILABLE, MissReason.BREAKER_OPEN)
 _MAX_MISSING = 1 << 16
 _MAX_ASKED = 1 << 16
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _RENEW_BELOW_S = 10.0
 
 
@@ -64,7 +63,7 @@ class Found:
     @property
     def is_away(self) -> bool:
         """Whether there was no answer rather than a miss."""
-        return self.reason in {reason.value for reason in _AWAY}
+        return self.reason in {reason.value for reason in AWAY}
 
 
 @dataclass(slots=True)
@@ -79,33 +78,6 @@ class _Asked:
     limit: int | None = None
     is_over: bool = False
     promised_start: int = 0
-
-
-class _Breaker:
-    """After a store did not answer, says for how long it is not asked."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._pause_s = 0.0
-        self._closed_until_s = 0.0
-
-    def may_ask(self) -> bool:
-        """Whether a lookup may be made; each yes after a failure makes the next ones wait."""
-        if not self._pause_s:
-            return True
-        now_s = self._clock()
-        if now_s < self._closed_until_s:
-            return False
-        self._closed_until_s = now_s + self._pause_s
-        return True
-
-    def note(self, *, is_away: bool) -> None:
-        """Learn whether the store has answered."""
-        if not is_away:
-            self._pause_s = 0.0
-            return
-        self._pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._pause_s))
-        self._closed_until_s = self._clock() + self._pause_s
 
 
 class PrefixLookups:
@@ -128,7 +100,7 @@ class PrefixLookups:
         self._lock = threading.Lock()
         self._asked: OrderedDict[str, _Asked] = OrderedDict()
         self._missing: OrderedDict[BlockKey, float] = OrderedDict()
-        self._breaker = _Breaker(clock)
+        self._breaker = StoreBreaker(clock)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-lookup")
         self.counts = Counts()
 
@@ -318,7 +290,7 @@ class PrefixLookups:
             return True
 
     def _note_missing(self, key: BlockKey, reason: str | None) -> None:
-        if reason in {away.value for away in _AWAY}:
+        if reason in {away.value for away in AWAY}:
             return
         with self._lock:
             self._missing[key] = self._clock() + self._missing_s

@@ -7,36 +7,43 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.engines import sglang_scenarios, vllm_scenarios
 from tests.engines.scenario import Outcome, Workshop
-from tests.engines.vllm_scenarios import SCENARIOS
+
+ENGINES = {
+    "vllm": (Workshop, vllm_scenarios.SCENARIOS),
+    "sglang": (sglang_scenarios.SglangWorkshop, sglang_scenarios.SCENARIOS),
+}
 
 
 def main() -> int:
     """Run all scenarios, or those named; 1 if one did not go as it must."""
-    names = [scenario.__name__ for scenario in SCENARIOS]
     parser = argparse.ArgumentParser(prog="scripts/test-engines", description=__doc__)
-    parser.add_argument(
-        "scenarios", nargs="*", metavar="SCENARIO", help=f"of {', '.join(names)}; all by default"
-    )
+    parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help="names of scenarios; all by default")
+    parser.add_argument("--engine", choices=list(ENGINES), default="vllm", help="vllm by default")
     parser.add_argument("--json", action="store_true", help="print one JSON list instead of lines")
     parser.add_argument("--keep", type=Path, help="folder for models and logs, kept")
     given = parser.parse_args()
+    make_shop, scenarios = ENGINES[given.engine]
+    names = [scenario.__name__ for scenario in scenarios]
     unknown = set(given.scenarios) - set(names)
     if unknown:
-        parser.error(f"no scenario {sorted(unknown)[0]!r}")
+        parser.error(f"no scenario {sorted(unknown)[0]!r} of {given.engine}, there are {', '.join(names)}")
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="kvstore-engines-") as made:
         folder = given.keep or Path(made)
         folder.mkdir(parents=True, exist_ok=True)
-        shop = Workshop(folder)
-        for scenario in SCENARIOS:
+        shop = make_shop(folder)
+        for scenario in scenarios:
             if given.scenarios and scenario.__name__ not in given.scenarios:
                 continue
             started_s = time.monotonic()
             try:
                 outcome = scenario(shop)
             except Exception as error:
-                outcome = Outcome("vllm", scenario.__name__, outputs_equal=False, problems=[repr(error)])
+                outcome = Outcome(
+                    given.engine, scenario.__name__, outputs_equal=False, problems=[repr(error)]
+                )
             outcome.notes["scenario_s"] = round(time.monotonic() - started_s, 1)
             outcomes.append(outcome)
             _tell(outcome)

@@ -1,4 +1,4 @@
-"""ReplicaProcess: a vLLM engine in a process of its own, as a test sees it."""
+"""ReplicaProcess: an engine in a process of its own, as a test sees it; here of vLLM."""
 
 import json
 import os
@@ -88,7 +88,10 @@ class ReplicaProcess:
         }
         if transfer is not None:
             self._arguments["kv_transfer_config"] = dict(transfer)
-        self._environ = engine_environ(in_process=in_process, more=environ)
+        self._begin_as(engine_environ(in_process=in_process, more=environ))
+
+    def _begin_as(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
         self._process: subprocess.Popen[bytes] | None = None
         self.ready_s = 0.0
 
@@ -97,12 +100,15 @@ class ReplicaProcess:
         self.wait_ready()
         return self
 
+    def command(self) -> list[str]:
+        """Return what runs the engine."""
+        return [str(engine_python()), str(Path(__file__).with_name("vllm_replica.py"))]
+
     def launch(self) -> None:
         """Start it."""
-        script = Path(__file__).with_name("vllm_replica.py")
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [str(engine_python()), str(script)],
+                self.command(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

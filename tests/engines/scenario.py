@@ -85,13 +85,17 @@ class Workshop:
         self._references: dict[str, list[Answer]] = {}
         self._num_logs = 0
 
+    def python(self) -> Path:
+        """Return the engine's own Python."""
+        return engine_python()
+
     def model(self, name: str = "llama", *, seed: int = 1) -> Path:
         """Return the folder of a small random model, made when it is first asked for."""
         key = f"{name}-{seed}"
         if key not in self._models:
             path = self.folder / key
             script = Path(__file__).with_name("tiny_model.py")
-            command = [str(engine_python()), str(script), str(path), str(seed), name]
+            command = [str(self.python()), str(script), str(path), str(seed), name]
             subprocess.run(command, check=True, env=engine_environ(), capture_output=True)
             self._models[key] = path
         return self._models[key]

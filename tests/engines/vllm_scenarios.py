@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvstore import KVStore
 from tests.engines.real_model import document_tokens, find_model, write_folder
 from tests.engines.replica_process import ReplicaProcess, transfer_config
 from tests.engines.scenario import Outcome, Workshop, batches, tokens
+from tests.engines.stored import address, await_blocks, corrupt_blocks
 from tests.engines.vllm_server import ServerProcess
 from tests.store_damage import damage_memory
 from tests.store_process import StoreProcess
@@ -17,10 +17,6 @@ ENGINE = "vllm"
 _SHARED = 288
 _LATE_S = 10.0
 """Far beyond every deadline; shorter delays are reported, not judged: the machine may be busy."""
-
-
-def _address(store: StoreProcess) -> str:
-    return f"unix:{store.socket_path}"
 
 
 def reuse(shop: Workshop) -> Outcome:
@@ -51,7 +47,7 @@ def _reuse(shop: Workshop, scenario: str, kind: str, more: dict[str, Any]) -> Ou
     model = shop.model(kind)
     wanted = shop.reference(f"{scenario}-{kind}" if more else kind, lambda: batches(1), model=model, **more)
     with shop.store(scenario) as store:
-        transfer = transfer_config(_address(store))
+        transfer = transfer_config(address(store))
         for who in ("producer", "consumer"):
             with shop.replica(f"{scenario}-{who}", model=model, transfer=transfer, **more) as replica:
                 got = [replica.ask(batch) for batch in batches(1)]
@@ -82,7 +78,7 @@ def store_in_trouble(shop: Workshop) -> Outcome:
     wanted = shop.reference("trouble", lambda: [batch for seed in seeds for batch in batches(seed)])
     with (
         shop.store("trouble") as store,
-        shop.replica("trouble", transfer=transfer_config(_address(store))) as replica,
+        shop.replica("trouble", transfer=transfer_config(address(store))) as replica,
     ):
         _ask_in_trouble(outcome, replica, store, {s: wanted[2 * i] for i, s in enumerate(seeds)})
     outcome.notes["seconds_without"] = round(max(one.seconds for one in wanted), 3)
@@ -100,7 +96,7 @@ def _ask_in_trouble(
         return answer.cached[0]
 
     ask(10, "cold")
-    _await_blocks(store, 9)
+    await_blocks(store, 9)
     outcome.demand(ask(10, "warm") >= _SHARED - 32, "warm: nothing was reused")
     store.pause()
     ask(11, "frozen, new prompt")
@@ -114,15 +110,15 @@ def _ask_in_trouble(
     store.start()
     time.sleep(3)
     ask(10, "back and empty")
-    _await_blocks(store, 9)
+    await_blocks(store, 9)
     outcome.external_tokens = ask(10, "stored again")
     outcome.demand(outcome.external_tokens >= _SHARED - 32, "stored again: nothing was reused")
     damage_memory(store)
     ask(10, "damaged")
-    outcome.notes["corrupt_blocks"] = corrupt = _corrupt_blocks(store)
+    outcome.notes["corrupt_blocks"] = corrupt = corrupt_blocks(store)
     outcome.demand(corrupt > 0, "damaged: the store has noticed nothing")
     ask(13, "after the damage, new prompt")
-    _await_blocks(store, 9)
+    await_blocks(store, 9)
     outcome.demand(
         ask(13, "after the damage, stored") >= _SHARED - 32, "after the damage: nothing was reused"
     )
@@ -135,7 +131,7 @@ def killed_in_the_middle(shop: Workshop) -> Outcome:
     wanted = shop.reference("middle", lambda: [prompts])[0]
     with (
         shop.store("middle") as store,
-        shop.replica("middle", transfer=transfer_config(_address(store))) as replica,
+        shop.replica("middle", transfer=transfer_config(address(store))) as replica,
     ):
         outcome.compare(replica.ask(prompts), wanted, what="first")
         for what, hurt, heal in (
@@ -164,7 +160,7 @@ def preempted(shop: Workshop) -> Outcome:
     prompts = [tokens(200 + at, 150) for at in range(8)]
     wanted = shop.reference("preempted", lambda: [prompts])[0]
     with shop.store("preempted") as store:
-        transfer = transfer_config(_address(store))
+        transfer = transfer_config(address(store))
         with shop.replica(
             "preempted", transfer=transfer, max_model_len=512, num_gpu_blocks_override=30
         ) as replica:
@@ -183,7 +179,7 @@ def two_at_once(shop: Workshop) -> Outcome:
     prompts = [tokens(300, 200) + tokens(301 + at, 50) for at in range(16)]
     wanted = shop.reference("two", lambda: [prompts])[0]
     with shop.store("two") as store:
-        transfer = transfer_config(_address(store))
+        transfer = transfer_config(address(store))
         pair = [shop.replica(f"two-{at}", transfer=transfer) for at in range(2)]
         with pair[0], pair[1]:
             for turn in range(3):
@@ -207,13 +203,13 @@ def others_on_one_store(shop: Workshop) -> Outcome:
         "salt": {},
     }
     with shop.store("others") as store:
-        with shop.replica("others-first", transfer=transfer_config(_address(store))) as replica:
+        with shop.replica("others-first", transfer=transfer_config(address(store))) as replica:
             replica.ask(prompts[0])
         for name, more in kinds.items():
             reference = "llama" if name == "salt" else f"other-{name}"
             wanted = shop.reference(reference, lambda: prompts, **more)
             options = {"salt": "of another team"} if name == "salt" else {}
-            transfer = transfer_config(_address(store), **options)
+            transfer = transfer_config(address(store), **options)
             with shop.replica(f"others-{name}", transfer=transfer, **more) as replica:
                 got = replica.ask(prompts[0])
             outcome.compare(got, wanted[0], what=name)
@@ -229,7 +225,7 @@ def full_store(shop: Workshop) -> Outcome:
     wanted = shop.reference("trouble", lambda: prompts)
     with (
         shop.store("full", dram_bytes=2 << 20) as store,
-        shop.replica("full", transfer=transfer_config(_address(store))) as replica,
+        shop.replica("full", transfer=transfer_config(address(store))) as replica,
     ):
         for turn in range(2):
             for batch, other in zip(prompts, wanted, strict=True):
@@ -247,7 +243,7 @@ def server(shop: Workshop) -> Outcome:
     not_saved, not_looked_up = {"kvstore": {"save": False}}, {"kvstore": {"lookup": False}}
     with (
         shop.store("server") as store,
-        ServerProcess(shop.model(), shop.log("server"), transfer_config(_address(store))) as process,
+        ServerProcess(shop.model(), shop.log("server"), transfer_config(address(store))) as process,
     ):
         asked: tuple[tuple[str, dict[str, Any]], ...] = (
             ("not saved", {"kv_transfer_params": not_saved}),
@@ -267,7 +263,7 @@ def server(shop: Workshop) -> Outcome:
             outcome.notes[what] = hits
             outcome.demand(hits == (_SHARED if what == "loaded" else 0), f"{what}: {hits:.0f} tokens")
             if what == "saved":
-                _await_blocks(store, 9)
+                await_blocks(store, 9)
             process.reset()
         outcome.external_tokens = process.counter("vllm:external_prefix_cache_hits_total")
         outcome.notes["loaded_blocks"] = loaded = process.counter("vllm:kvstore_loaded_blocks_total")
@@ -295,7 +291,7 @@ def real_model(shop: Workshop) -> Outcome:
     }
     questions = [[*document, *tokens(at, 20)] for at in range(2)]
     with shop.store("real", dram_bytes=512 << 20) as store:
-        transfer = transfer_config(_address(store))
+        transfer = transfer_config(address(store))
         with (
             shop.replica("real-off", **more) as off,
             shop.replica("real-on", transfer=transfer, **more) as on,
@@ -336,7 +332,7 @@ def nothing_to_reuse(shop: Workshop) -> Outcome:
     seconds: dict[str, list[float]] = {"on": [], "off": []}
     with (
         shop.store("nothing", dram_bytes=512 << 20) as store,
-        shop.replica("nothing-on", transfer=transfer_config(_address(store))) as on,
+        shop.replica("nothing-on", transfer=transfer_config(address(store))) as on,
         shop.replica("nothing-off") as off,
     ):
         for turn in range(24):
@@ -351,21 +347,6 @@ def nothing_to_reuse(shop: Workshop) -> Outcome:
     outcome.notes |= {f"median_{name}_s": round(median, 4) for name, median in medians.items()}
     outcome.notes["ratio"] = round(medians["on"] / medians["off"], 3)
     return outcome
-
-
-def _await_blocks(store: StoreProcess, count: int) -> None:
-    """Wait until a store has so many blocks: saves are made in the background."""
-    until_s = time.monotonic() + 30
-    with KVStore.connect(store.socket_path) as client:
-        while time.monotonic() < until_s:
-            if client.stats()["tiers"]["dram"]["blocks"] >= count:
-                return
-            time.sleep(0.02)
-
-
-def _corrupt_blocks(store: StoreProcess) -> int:
-    with KVStore.connect(store.socket_path) as client:
-        return sum(client.stats()["corrupt_blocks"].values())
 
 
 SCENARIOS: tuple[Callable[[Workshop], Outcome], ...] = (

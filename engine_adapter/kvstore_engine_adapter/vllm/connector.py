@@ -1,7 +1,6 @@
 """KVStoreConnector: the class that vLLM loads. It needs vLLM; what it does is in the two sides."""
 
 import logging
-import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # pyright: igno
 
 from kvstore.client import KVStore
 from kvstore.errors import InvalidConfig, KVStoreError
-from kvstore_engine_adapter.vllm.identity import EngineIdentity, NotNameable, identify
+from kvstore_engine_adapter.model_identity import NotNameable, commit_in_cache
+from kvstore_engine_adapter.vllm.identity import EngineIdentity, identify
 from kvstore_engine_adapter.vllm.options import ConnectorOptions
 from kvstore_engine_adapter.vllm.plans import StepPlan
 from kvstore_engine_adapter.vllm.scheduler_side import SchedulerSide
@@ -76,7 +76,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 self._options,
                 version=str(vllm.__version__),
                 none_hash=_none_hash(vllm_config),
-                resolve_revision=_resolve_revision,
+                resolve_revision=commit_in_cache,
             )
         except (NotNameable, KVStoreError) as error:
             logger.error("kvstore: nothing is shared: %s", error)
@@ -237,11 +237,3 @@ def _none_hash(vllm_config: Any) -> bytes:
 
     hash_fn = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
     return bytes(hash_fn(kv_cache_utils.resolve_none_hash_seed(hash_fn)))
-
-
-def _resolve_revision(model: str, revision: str | None) -> str | None:
-    """Return the commit of a model of the Hugging Face hub that is in the cache here."""
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(model, "config.json", revision=revision)
-    return os.path.basename(os.path.dirname(found)) if isinstance(found, str) else None  # noqa: PTH119, PTH120

@@ -12,27 +12,20 @@ import platform
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from kvstore.errors import InvalidLayout, KVStoreError
+from kvstore.errors import InvalidLayout
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout, Part
-from kvstore_engine_adapter.model_digest import ModelFiles
+from kvstore_engine_adapter.model_identity import NotNameable, name_model
 from kvstore_engine_adapter.vllm.options import ConnectorOptions
 
-_REVISION = re.compile(r"[0-9a-f]{40}")
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _WINDOWED, _FULL = ("SlidingWindowSpec",), ("FullAttentionSpec", "MLAAttentionSpec")
 _WITHOUT_DRAFT_LAYERS = ("ngram", "suffix")
 _UNFIXED = ("_name_or_path", "transformers_version", "name_or_path", "_commit_hash")
 
 Config = Any  # vLLM's configuration objects: attributes only, so that contract tests need no vLLM
 """vLLM's ``VllmConfig`` and ``KVCacheConfig``, of which only attributes are read."""
-
-
-class NotNameable(KVStoreError):
-    """Blocks of this configuration cannot be named so that others may use them; the text says what to set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,43 +183,15 @@ def _model_and_weights(
     vllm_config: Config, options: ConnectorOptions, resolve: Callable[[str, str | None], str | None]
 ) -> tuple[str, str]:
     model = vllm_config.model_config
-    path = Path(model.model)
-    is_here = path.exists()
-    name = options.model or (path.resolve().name if is_here else str(model.model))
-    if options.weights:
-        return name, f"given:{options.weights}"
-    load_format = getattr(getattr(vllm_config, "load_config", None), "load_format", "auto")
-    if str(load_format) == "dummy":
-        raise NotNameable(
-            'its weights are random (load_format "dummy"): set "weights" if they are the same everywhere'
-        )
-    if is_here and path.resolve().parent.name == "snapshots" and _REVISION.fullmatch(path.resolve().name):
-        return name, f"commit:{path.resolve().name}"
-    if is_here:
-        return name, _digest_of(path)
-    commit = resolve(str(model.model), getattr(model, "revision", None))
-    if commit is None or not _REVISION.fullmatch(commit):
-        raise NotNameable(
-            f'the commit of {model.model} is not known here: set "weights" in kv_connector_extra_config '
-            "to its revision"
-        )
-    return name, f"commit:{commit}"
-
-
-def _digest_of(path: Path) -> str:
-    files = (
-        [path]
-        if path.is_file()
-        else sorted(
-            file for file in path.iterdir() if file.suffix in _WEIGHT_SUFFIXES or file.name == "config.json"
-        )
+    return name_model(
+        str(model.model),
+        revision=getattr(model, "revision", None),
+        load_format=str(getattr(getattr(vllm_config, "load_config", None), "load_format", "auto")),
+        given_model=options.model,
+        given_weights=options.weights,
+        where="kv_connector_extra_config",
+        resolve=resolve,
     )
-    if not any(file.suffix in _WEIGHT_SUFFIXES for file in files):
-        raise NotNameable(
-            f'{path}: no files of weights found there: set "weights" in kv_connector_extra_config'
-        )
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvstore"
-    return ModelFiles(files, cache_folder=cache).digest()
 
 
 def _facts(

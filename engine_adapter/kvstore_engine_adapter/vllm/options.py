@@ -1,19 +1,11 @@
 """ConnectorOptions: what ``kv_connector_extra_config`` may say."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 
 from kvstore.errors import InvalidConfig
-from kvstore.server_address import parse_address
+from kvstore_engine_adapter.option_fields import parse_options, require_socket
 
-# ``store`` has no default, and is text.
-_KINDS: dict[type, tuple[type, ...]] = {
-    str: (str,),
-    bool: (bool,),
-    int: (int,),
-    float: (int, float),
-    type(MISSING): (str,),
-}
 _MAX_DEADLINE_MS = 60_000
 _MAX_QUEUE_BYTES = 1 << 40
 
@@ -46,12 +38,7 @@ class ConnectorOptions:
                 raise InvalidConfig(
                     f"kv_connector_extra_config: {name} must be above 0, at most {_MAX_DEADLINE_MS}"
                 )
-        if self.store.startswith(("http://", "https://")):
-            raise InvalidConfig(
-                f"kv_connector_extra_config: store is {self.store}: the connector uses the socket of the "
-                "store on its own node, such as unix:/run/kvstore/kvstore.sock"
-            )
-        parse_address(self.store)
+        require_socket(self.store, where="kv_connector_extra_config")
         if not 0 <= self.save_queue_bytes <= _MAX_QUEUE_BYTES:
             raise InvalidConfig("kv_connector_extra_config: save_queue_bytes must be 0 to 1 TiB")
         if self.min_blocks < 1:
@@ -64,21 +51,4 @@ class ConnectorOptions:
         Raises:
             InvalidConfig: an unknown key, a bad value, or no socket in ``store``.
         """
-        kinds: dict[str, tuple[type, ...]] = {item.name: _KINDS[type(item.default)] for item in fields(cls)}
-        unknown = sorted(set(given) - set(kinds))
-        if unknown:
-            raise InvalidConfig(
-                f"kv_connector_extra_config: unknown key {unknown[0]!r}, there are {', '.join(kinds)}"
-            )
-        for name, value in given.items():
-            is_bool = isinstance(value, bool)
-            if not isinstance(value, kinds[name]) or is_bool != (kinds[name] == (bool,)):
-                raise InvalidConfig(
-                    f"kv_connector_extra_config: {name} is {value!r}, a {type(value).__name__}"
-                )
-        if not given.get("store"):
-            raise InvalidConfig(
-                'kv_connector_extra_config: no store: set "store" to the address of kvstore serve, '
-                "such as unix:/run/kvstore/kvstore.sock"
-            )
-        return cls(**given)  # type: ignore[arg-type]  # checked above, one by one
+        return parse_options(cls, given, where="kv_connector_extra_config")
