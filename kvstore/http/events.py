@@ -26,18 +26,18 @@ class Mailbox:
     def __init__(self, call: Call, only: NamespaceDigest | None) -> None:
         self._call = call
         self._only = only
-        self._waiting: deque[KvEvent] = deque()
+        self._waiting: deque[tuple[EventBatch, int]] = deque()
         self._num_lost = 0
         self.has_mail = asyncio.Event()
 
     def take_in(self, batch: EventBatch) -> None:
         """Keep what the caller may know of, as far as there is room."""
         self._num_lost += batch.num_lost
-        for event in batch.events:
+        for index, event in enumerate(batch.events):
             if not self._is_theirs(event.namespace):
                 continue
             if len(self._waiting) < _QUEUE_EVENTS:
-                self._waiting.append(event)
+                self._waiting.append((batch, index))
             else:
                 self._num_lost += len(event.keys)
         if self._waiting or self._num_lost:
@@ -57,10 +57,16 @@ class Mailbox:
             lines.append(f"event: lost\ndata: {json.dumps({'blocks': self._num_lost})}\n\n")
             self._num_lost = 0
         while self._waiting:
-            event = self._waiting.popleft()
-            told = {"namespace": event.namespace.hex(), **event.as_map(HashForm.HEX)}
-            lines.append(f"data: {json.dumps(told)}\n\n")
+            batch, index = self._waiting.popleft()
+            if index not in batch.texts:
+                batch.texts[index] = _text(batch.events[index])
+            lines.append(batch.texts[index])
         return "".join(lines).encode()
+
+
+def _text(event: KvEvent) -> str:
+    told = {"namespace": event.namespace.hex(), **event.as_map(HashForm.HEX)}
+    return f"data: {json.dumps(told)}\n\n"
 
 
 async def events(call: Call) -> web.StreamResponse:
@@ -86,6 +92,7 @@ async def events(call: Call) -> web.StreamResponse:
             except TimeoutError:
                 if service.clock() < beat_s:
                     continue
+            await service.feed.take_turn()
             # To a client that takes nothing this is never over, and its connection is ended for that.
             await response.write(mailbox.empty() or b": still here\n\n")
             beat_s = service.clock() + _HEARTBEAT_S
