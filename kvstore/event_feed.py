@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from kvstore.changes import CopyChange, CopyChanges
@@ -27,10 +27,14 @@ _SLICE_BLOCKS = 512
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """Events in their order; ``num_lost`` changes before them were not told."""
+    """Events in their order; ``num_lost`` changes before them were not told.
+
+    ``texts`` is for listeners: what one has made of an event, by its place, others need not make again.
+    """
 
     events: Sequence[KvEvent]
     num_lost: int = 0
+    texts: dict[int, str] = field(default_factory=dict)
 
 
 Listener = Callable[[EventBatch], None]
@@ -46,6 +50,7 @@ class EventFeed:
         self._listeners: list[Listener] = []
         self._changes = CopyChanges()
         self._telling: asyncio.Task[None] | None = None
+        self._turns = asyncio.Lock()
 
     @contextlib.contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
@@ -65,6 +70,11 @@ class EventFeed:
                 self._manager.note_changes(None)
                 self._telling.cancel()
                 self._telling = None
+
+    async def take_turn(self) -> None:
+        """Wait until no other listener has just begun to write: between any two, requests are answered."""
+        async with self._turns:
+            await asyncio.sleep(0)
 
     async def _tell_forever(self) -> None:
         changes = self._changes

@@ -37,7 +37,7 @@ def parse_options(options: type[T], given: Mapping[str, object], *, where: str) 
     if not given.get("store"):
         raise InvalidConfig(
             f'{where}: no store: set "store" to the address of kvstore serve, '
-            "such as unix:/run/kvstore/kv.sock"
+            "such as unix:/run/kvstore/kvstore.sock"
         )
     return options(**given)
 
@@ -47,6 +47,6 @@ def require_socket(store: str, *, where: str) -> None:
     if store.startswith(("http://", "https://")):
         raise InvalidConfig(
             f"{where}: store is {store}: the connector uses the socket of the store on its own node, "
-            "such as unix:/run/kvstore/kv.sock"
+            "such as unix:/run/kvstore/kvstore.sock"
         )
     parse_address(store)

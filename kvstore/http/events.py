@@ -31,7 +31,7 @@ class Mailbox:
     def __init__(self, call: Call, only: NamespaceDigest | None) -> None:
         self._call = call
         self._only = only
-        self._waiting: deque[KvEvent] = deque()
+        self._waiting: deque[tuple[EventBatch, int]] = deque()
         self._num_blocks = 0
         self._num_lost = 0
         self.has_mail = asyncio.Event()
@@ -39,12 +39,12 @@ class Mailbox:
     def take_in(self, batch: EventBatch) -> None:
         """Keep what the caller may know of, as far as there is room."""
         self._num_lost += batch.num_lost
-        for event in batch.events:
+        for index, event in enumerate(batch.events):
             if not self._is_theirs(event.namespace):
                 continue
             num_blocks = self._num_blocks + len(event.keys)
             if len(self._waiting) < _QUEUE_EVENTS and num_blocks <= _QUEUE_BLOCKS:
-                self._waiting.append(event)
+                self._waiting.append((batch, index))
                 self._num_blocks = num_blocks
             else:
                 self._num_lost += len(event.keys)
@@ -66,10 +66,16 @@ class Mailbox:
             self._num_lost = 0
         self._num_blocks = 0
         while self._waiting:
-            event = self._waiting.popleft()
-            told = {"namespace": event.namespace.hex(), **event.as_map(HashForm.HEX)}
-            lines.append(f"data: {json.dumps(told)}\n\n")
+            batch, index = self._waiting.popleft()
+            if index not in batch.texts:
+                batch.texts[index] = _text(batch.events[index])
+            lines.append(batch.texts[index])
         return "".join(lines).encode()
+
+
+def _text(event: KvEvent) -> str:
+    told = {"namespace": event.namespace.hex(), **event.as_map(HashForm.HEX)}
+    return f"data: {json.dumps(told)}\n\n"
 
 
 async def events(call: Call) -> web.StreamResponse:
@@ -101,6 +107,7 @@ async def events(call: Call) -> web.StreamResponse:
                 ask_s = service.clock() + _ADMISSION_S
             if is_quiet:
                 continue
+            await service.feed.take_turn()
             # To a client that takes nothing this is never over, and its connection is ended for that.
             await response.write(mailbox.empty() or b": still here\n\n")
             beat_s = service.clock() + _HEARTBEAT_S

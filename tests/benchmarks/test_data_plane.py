@@ -83,7 +83,7 @@ def test_a_run_writes_its_page(small_run):
     assert made.line() == done.stdout.splitlines()[-1]
     assert copy.read_text() == page.with_tables(PAGE.read_text(), made)
     assert {path.name for path in copy.parent.glob("*.svg")} == {
-        path.name for path in PAGE.parent.glob("*.svg")
+        path.name for path in PAGE.parent.glob("data_plane_*.svg")
     }
 
 

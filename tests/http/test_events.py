@@ -178,6 +178,39 @@ def test_what_waits_for_a_client_is_bounded_in_blocks_too():
     assert mailbox.empty().decode().startswith("data: ")
 
 
+def test_what_many_clients_are_told_is_written_once(event):
+    batch = EventBatch([event, event])
+    mailboxes = [Mailbox(Admitting(), None) for _ in range(3)]
+    for mailbox in mailboxes:
+        mailbox.take_in(batch)
+    told = [mailbox.empty() for mailbox in mailboxes]
+    batch.texts[0] = "kept"
+    mailboxes[0].take_in(batch)
+
+    assert len(set(told)) == 1
+    assert told[0].count(b"data: ") == 2
+    assert mailboxes[0].empty().startswith(b"kept")
+
+
+async def test_between_two_clients_that_are_told_others_have_their_turn():
+    feed = EventFeed(None)
+    happened = []
+
+    async def be_told():
+        await feed.take_turn()
+        happened.append("told")
+
+    async def ask(times):
+        for _ in range(times):
+            happened.append("asked")
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*[be_told() for _ in range(10)], ask(100))
+
+    assert "told told" not in " ".join(happened)
+    assert happened.count("told") == 10
+
+
 async def test_a_client_that_stops_reading_is_dropped_and_the_feed_forgets_it():
     async with http_store(limits=Limits(stall_s=0.2)) as store, store.client() as client:
         await client.open()

@@ -48,6 +48,6 @@ class BackendOptions:
         if not isinstance(given, Mapping):
             raise InvalidConfig(
                 f'{WHERE} is {given!r}: set it to an object with "store", the address of kvstore serve, '
-                'such as {"store": "unix:/run/kvstore/kv.sock"}'
+                'such as {"store": "unix:/run/kvstore/kvstore.sock"}'
             )
         return parse_options(cls, given, where=WHERE)
