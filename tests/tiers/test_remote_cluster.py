@@ -12,7 +12,7 @@ from kvstore_tiers.remote_cluster import SlotRange, key_slot, read_slots
 from kvstore_tiers.remote_control import Reply
 from kvstore_tiers.resp_stream import RespFault
 from tests.redis_cluster import RedisCluster
-from tests.redis_server import RedisServer
+from tests.redis_server import RedisServer, wait_replicated
 from tests.tiers.blocks import block_id
 from tests.tiers.remote_calls import NAMES, opened, put, statuses, until, until_healed, within
 
@@ -116,7 +116,7 @@ async def test_a_replica_that_takes_over_is_found_and_serves(replicated: RedisCl
     async with opened(replicated.url, timeout_s=0.2) as tier:
         await put(tier, *BLOCKS)
         for master in replicated.masters:
-            master.ask(b"WAIT", b"1", b"2000")
+            wait_replicated(master)
         dead.kill()
         assert (await statuses(tier, lost[0]))[0] is ReadStatus.UNAVAILABLE
         assert await until_healed(tier, lost[0]) == [ReadStatus.OK]

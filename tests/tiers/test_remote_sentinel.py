@@ -11,7 +11,7 @@ from kvstore_tiers.remote_control import Reply
 from kvstore_tiers.remote_sentinel import Master, read_master
 from kvstore_tiers.resp_stream import RespFault
 from tests.redis_sentinel import MASTER, RedisSentinels
-from tests.redis_server import RedisServer
+from tests.redis_server import RedisServer, wait_replicated
 from tests.tiers.blocks import block_id
 from tests.tiers.remote_calls import opened, put, statuses, until, until_healed, within
 
@@ -30,7 +30,7 @@ def sentinels(tmp_path: Path) -> Iterator[RedisSentinels]:
 async def test_a_failover_is_followed_and_the_former_master_is_left_alone(sentinels: RedisSentinels) -> None:
     async with opened(sentinels.url, sentinel_master=MASTER, timeout_s=0.2) as tier:
         assert await put(tier, *BLOCKS) == [WriteStatus.OK] * 10
-        sentinels.master.ask(b"WAIT", b"1", b"2000")
+        wait_replicated(sentinels.master)
         sentinels.master.pause()
         assert await statuses(tier, 1, seconds=0.1) == [ReadStatus.TIMED_OUT]
         assert await until_healed(tier, 1) == [ReadStatus.OK]
