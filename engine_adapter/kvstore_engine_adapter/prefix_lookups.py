@@ -18,7 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstore.client import KVStore
 from kvstore.errors import KVStoreError
@@ -54,16 +54,16 @@ class GroupChain:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """How many leading blocks can be loaded, the leases on them, and why there are no more."""
+    """How many leading blocks can be loaded, the leases on them, and why there are no more.
+
+    ``is_away``: the store did not answer. The reason does not say so: it may be that of a slower tier behind
+    a store that has answered.
+    """
 
     blocks: int = 0
     leases: tuple[Lease, ...] = ()
     reason: str | None = None
-
-    @property
-    def is_away(self) -> bool:
-        """Whether there was no answer rather than a miss."""
-        return self.reason in {reason.value for reason in AWAY}
+    is_away: bool = False
 
 
 @dataclass(slots=True)
@@ -235,13 +235,20 @@ class PrefixLookups:
     def _find(self, groups: Sequence[GroupChain], until_s: float) -> Found:
         """Ask the store; in a thread. Never raises."""
         leases: list[Lease] = []
+        unanswered = self._num_unanswered()
         try:
-            return self._find_all(groups, until_s, leases)
+            found = self._find_all(groups, until_s, leases)
+            # Another thread's failure in the meantime counts too, for it is the same store's.
+            return replace(found, is_away=self._num_unanswered() > unanswered)
         except KVStoreError as error:
             logger.debug("lookup: %s", error)
             for lease in leases:
                 self._in_thread(lease.release)
-            return Found(reason=MissReason.UNAVAILABLE.value)
+            return Found(reason=MissReason.UNAVAILABLE.value, is_away=True)
+
+    def _num_unanswered(self) -> int:
+        stats = self._client.client_stats()
+        return stats.timeouts + stats.unavailable
 
     def _find_all(self, groups: Sequence[GroupChain], until_s: float, leases: list[Lease]) -> Found:
         blocks, reason = len(groups[0].chain), None

@@ -1,5 +1,6 @@
 """Lookups of an engine's requests: deadline, leases, what is not asked for again."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import KVLayout, KVStore, Namespace, PrefixChain
+from kvstore.miss import MissReason
 from kvstore.testing import FakeClock
 from kvstore_engine_adapter.prefix_lookups import GroupChain, PrefixLookups
 from tests.store_process import StoreProcess
@@ -122,6 +124,19 @@ def test_a_block_that_the_engine_saves_is_no_longer_known_to_be_missing(
     put(client, chain(5))
     lookups.note_saved(chain(5).keys)
     assert ask(lookups, "b", 0, chain()) == 5
+
+
+@pytest.mark.parametrize("reason", [MissReason.BREAKER_OPEN, MissReason.UNAVAILABLE, MissReason.TIMED_OUT])
+def test_a_store_that_answers_for_a_tier_that_is_away_is_asked_on(
+    client: KVStore, lookups: PrefixLookups, monkeypatch: pytest.MonkeyPatch, reason: MissReason
+) -> None:
+    put(client, chain(5))
+    with monkeypatch.context() as away:
+        found = client.match(chain(seed=1), lease=True)
+        away.setattr(client, "match", lambda *_, **__: dataclasses.replace(found, reason=reason))
+        assert ask(lookups, "a", 0, chain(seed=1)) == 0
+    assert ask(lookups, "b", 0, chain()) == 5
+    assert "miss_store_away" not in lookups.counts.take()
 
 
 def test_after_its_deadline_a_request_goes_on_without_and_the_next_do_not_wait(
