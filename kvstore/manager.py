@@ -24,8 +24,8 @@ from kvstore.layout import Part
 from kvstore.learning import Learner
 from kvstore.loading import Loader
 from kvstore.mover import Mover
-from kvstore.occupancy import occupancies
-from kvstore.policy import EvictionPolicy, GittinsPolicy, NewPolicy, policy_name
+from kvstore.occupancy import occupancy_stats
+from kvstore.policy import EvictionPolicy, GittinsPolicy, NewPolicy
 from kvstore.policy_file import PolicyFile
 from kvstore.policy_keeping import PolicyKeeper
 from kvstore.presence import find_present
@@ -48,11 +48,9 @@ from kvstore.space import Space
 from kvstore.state import ManagerSettings, State
 from kvstore.tenant import TenantId
 from kvstore.tier import Medium, Slot, SlotTier, Tier
+from kvstore.upkeep import Upkeep
 
 logger = logging.getLogger(__name__)
-
-_SWEEP_S = 0.25
-"""How often expired leases are looked for when no call does it."""
 
 _LAST_MOVES_S = 1.0
 """How long at least ``close`` waits for moves under way before it leaves them to their tier, which abandons
@@ -109,12 +107,12 @@ class BlockManager:
         self._policies = PolicyKeeper(self._state, policy_file)
         self._uses = Uses(self._state)
         self._granter = Granter(self._state, self._uses, self._mover)
+        self._upkeep = Upkeep(self._state, self._space, self._uses, self._learner, self.expire)
         self._maintenance: list[asyncio.Task[None]] = []
         self._closing: asyncio.Future[None] | None = None
-        self._fetcher = Fetcher(self._state, self._loader, self._granter, self._note_fill)
-        self._putter = Putter(self._state, self._space, self._mover, self._uses, self._note_fill)
+        self._fetcher = Fetcher(self._state, self._loader, self._granter, self._upkeep.note_fill)
+        self._putter = Putter(self._state, self._space, self._mover, self._uses, self._upkeep.note_fill)
         self._departure = Departure(self._state, self._space, self._mover)
-        self._needs_aging = asyncio.Event()
 
     async def open(self) -> None:
         """Open the tiers and learn what they hold.
@@ -122,9 +120,8 @@ class BlockManager:
         Raises:
             TierUnavailable: a tier cannot be opened; those opened before it are closed again.
         """
-        state = self._state
         async with contextlib.AsyncExitStack() as opened:
-            for tier in state.all_tiers():
+            for tier in self._state.all_tiers():
                 await tier.open()
                 opened.push_async_callback(tier.close)
             if self._eraser is not None:
@@ -133,17 +130,10 @@ class BlockManager:
             await self._policies.open()
             opened.pop_all()
         self._mover.start()
-        self._maintenance = [
-            asyncio.create_task(self._sweep_forever(), name="manager-sweep"),
-            asyncio.create_task(self._age_forever(), name="manager-age"),
-            asyncio.create_task(self._epochs.poll_forever(), name="manager-epochs"),
-            asyncio.create_task(self._policies.keep_forever(), name="manager-policies"),
-        ]
-        if self._state.size_curve is not None:
-            ghost = self._state.size_curve.run_forever()
-            self._maintenance.append(asyncio.create_task(ghost, name="manager-size-curve"))
+        loops = [*self._upkeep.loops(), self._epochs.poll_forever(), self._policies.keep_forever()]
         if self._eraser is not None:
-            self._maintenance.append(asyncio.create_task(self._eraser.poll_forever(), name="manager-eraser"))
+            loops.append(self._eraser.poll_forever())
+        self._maintenance = [asyncio.create_task(loop) for loop in loops]
 
     async def close(self, *, drain_s: float = 5.0) -> None:
         """Drain for up to ``drain_s`` seconds, then close the tiers. Idempotent; goes on if cancelled.
@@ -573,18 +563,12 @@ class BlockManager:
 
     def stats(self) -> dict[str, object]:
         """Return counters and occupancy, ready for JSON."""
-        state = self._state
         return {
-            "tiers": occupancies(state, self._mover.queue_lengths()),
-            "live_leases": state.leases.num_leases,
-            "overdue_slots": state.leases.num_overdue,
-            "owners": state.leases.num_owners,
+            **occupancy_stats(self._state, self._mover.queue_lengths()),
             "loads": self._loader.num_loads,
-            "policy": policy_name(state.policies[state.top.name]),
-            "epochs": state.directory.epochs(),
             "encryption": {"is_on": False} if self._eraser is None else self._eraser.stats(),
-            "size_curve": size_answer(state),
-            **state.counters.as_dict(),
+            "size_curve": size_answer(self._state),
+            **self._state.counters.as_dict(),
         }
 
     def size_curve(self, namespaces: Iterable[NamespaceDigest] | None = None) -> dict[str, object]:
@@ -603,36 +587,6 @@ class BlockManager:
         for entry in entries:
             self._state.note_release(entry)
         self._state.free_slots(slots)
-
-    def _note_fill(self) -> None:
-        if self._space.is_above_high_water:
-            self._needs_aging.set()
-
-    async def _age_forever(self) -> None:
-        while True:
-            await self._needs_aging.wait()
-            self._needs_aging.clear()
-            try:
-                await self._space.age()
-            except Exception:
-                logger.exception("%s: making room in the background failed", self._state.top.name)
-
-    async def _sweep_forever(self) -> None:
-        while True:
-            await asyncio.sleep(_SWEEP_S)
-            try:
-                self.expire()
-                self._doubt_tiers_that_are_down()
-                await self._uses.tell()
-                await self._learner.take_news()
-            except Exception:
-                logger.exception("ending expired leases, or an exchange with the tiers, failed")
-
-    def _doubt_tiers_that_are_down(self) -> None:
-        """Believe nothing of a shared tier that may have lost everything meanwhile."""
-        for tier in self._state.lower:
-            if tier.name in self._state.beliefs and not tier.health().is_up:
-                self._state.beliefs[tier.name].clear()
 
     def expire(self) -> None:
         """End leases and lendings that are past their deadline; runs by itself several times a second.

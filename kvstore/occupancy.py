@@ -2,8 +2,21 @@
 
 from collections.abc import Mapping
 
+from kvstore.policy import policy_name
 from kvstore.state import State
 from kvstore.tier import CountingTier
+
+
+def occupancy_stats(state: State, queue_lengths: Mapping[str, int]) -> dict[str, object]:
+    """Return what a store holds, ready for JSON; ``queue_lengths`` are blocks waiting for each lower tier."""
+    return {
+        "tiers": occupancies(state, queue_lengths),
+        "live_leases": state.leases.num_leases,
+        "overdue_slots": state.leases.num_overdue,
+        "owners": state.leases.num_owners,
+        "policy": policy_name(state.policies[state.top.name]),
+        "epochs": state.directory.epochs(),
+    }
 
 
 def occupancies(state: State, queue_lengths: Mapping[str, int]) -> dict[str, dict[str, object]]:

@@ -69,7 +69,7 @@ async def test_a_shared_tier_that_was_down_is_no_reason_to_let_the_only_copy_go(
         await store.manager.flush(timeout_s=5)
         remote.stored.clear()
         remote.is_up = False
-        store.manager._doubt_tiers_that_are_down()
+        store.manager._upkeep.doubt_tiers_that_are_down()
         remote.is_up = True
 
         await store.put(SPACE.chain(range(100, 132)))
