@@ -20,6 +20,7 @@ class StoreProcess(store_process.StoreProcess):
         http_port: int = 0,
         http_more: str = "",
         max_connections: int = 256,
+        policy: str = "",
     ) -> None:
         settings = StoreSettings(
             dram_bytes=dram_bytes,
@@ -27,6 +28,7 @@ class StoreProcess(store_process.StoreProcess):
             http_port=http_port,
             http_more=http_more,
             max_connections=max_connections,
+            policy=policy,
         )
         super().__init__(folder, settings)
 

@@ -83,6 +83,8 @@ class Stages:
             redis_url=redis.url if redis is not None else "",
             is_troubled=fault.is_troubled,
             master_keys=master_keys,
+            # New blocks must be admitted and push old ones down: the kinds ask for them where they then are.
+            policy="lru",
         )
         stage = Stage(folder, settings, ledger, rng=random.Random(), redis=redis)  # noqa: S311 (a schedule)
         if redis is not None:

@@ -36,7 +36,7 @@ class StoreSettings:
 
     ``http_port`` 0: no HTTP face; ``http_more`` are further lines of its section. ``is_troubled``: it runs in
     a process where its disk operations can be made to fail, see ``Trouble``. ``master_keys`` is the file of
-    the keys that blocks below memory are encrypted with; None: they are not.
+    the keys that blocks below memory are encrypted with; None: they are not. ``policy`` empty: the default.
     """
 
     dram_bytes: int = 16 * MIB
@@ -52,13 +52,15 @@ class StoreSettings:
     sentinel_master: str = ""
     is_troubled: bool = False
     master_keys: Path | None = None
+    policy: str = ""
 
     def toml(self, socket_path: Path) -> str:
         """Return the configuration file."""
         text = (
             f'[server]\nsocket = "{socket_path}"\nmax_connections = {self.max_connections}\n'
             f"[store]\nlease_s = {self.lease_s}\n"
-            f"[tiers.dram]\ncapacity_bytes = {self.dram_bytes}\nstaging_bytes = {self.staging_bytes}\n"
+            + (f'policy = "{self.policy}"\n' if self.policy else "")
+            + f"[tiers.dram]\ncapacity_bytes = {self.dram_bytes}\nstaging_bytes = {self.staging_bytes}\n"
         )
         if self.http_port:
             text += f'[http]\nlisten = "127.0.0.1:{self.http_port}"\n{self.http_more}'

@@ -62,7 +62,10 @@ def measured(client: KVStore) -> float:
 
 
 def test_a_store_of_the_foretold_size_has_the_foretold_hit_rate(run: Run, tmp_path: Path) -> None:
-    with StoreProcess(tmp_path, dram_bytes=MIB) as store, KVStore.connect(store.socket_path) as client:
+    with (
+        StoreProcess(tmp_path, dram_bytes=MIB, policy="lru") as store,
+        KVStore.connect(store.socket_path) as client,
+    ):
         use_in_turn(client)
         settled(client)
         small = measured(client)
@@ -72,7 +75,7 @@ def test_a_store_of_the_foretold_size_has_the_foretold_hit_rate(run: Run, tmp_pa
     answer = json.loads(out)
     (tmp_path / "larger").mkdir()
     with (
-        StoreProcess(tmp_path / "larger", dram_bytes=2 * MIB) as store,
+        StoreProcess(tmp_path / "larger", dram_bytes=2 * MIB, policy="lru") as store,
         KVStore.connect(store.socket_path) as client,
     ):
         use_in_turn(client)
