@@ -11,8 +11,11 @@ from kvstore.granting import ReadyCopies
 from kvstore.keys import NamespaceDigest
 from kvstore.manager import BlockManager
 from kvstore.messages import (
+    Demote,
+    Drop,
     Erase,
     Exists,
+    Flush,
     LeaseChain,
     Leased,
     MatchAndLease,
@@ -22,12 +25,20 @@ from kvstore.messages import (
     Renew,
     Renewed,
     Report,
+    Request,
     Seen,
     TierNames,
+    Why,
     timeout_us,
 )
 from kvstore.results import FetchedBlock, LeaseId, Owner
 from kvstore.tenant import tenant_of
+
+UNTIMED_S = 10.0
+"""How long an operation is waited for whose request gives no time."""
+
+_GRACE_S = 0.25
+"""How much longer than its time an operation that ends by itself in time is waited for."""
 
 
 def answer_ready(found: ReadyCopies) -> Ready:
@@ -129,3 +140,14 @@ def ready_slots(blocks: Sequence[FetchedBlock]) -> tuple[ReadySlot, ...]:
         assert block.checksum is not None, "an arena block has no checksum"
         slots.append(ReadySlot(block.slot, block.generation, block.checksum))
     return tuple(slots)
+
+
+def control_limit_s(request: Request) -> float:
+    """Return how long the answer to a control request is waited for."""
+    match request:
+        case Drop(_, timeout):
+            return timeout / 1e6
+        case Demote(_, timeout) | Why(_, timeout) | Flush(timeout):
+            return timeout / 1e6 + _GRACE_S
+        case _:
+            return UNTIMED_S

@@ -16,6 +16,7 @@ from dataclasses import asdict
 
 from kvstore.access_log import Access, AccessLog
 from kvstore.answering import (
+    UNTIMED_S,
     answer_erase,
     answer_exists,
     answer_lease,
@@ -24,6 +25,7 @@ from kvstore.answering import (
     answer_renew,
     answer_seen,
     answer_sizes,
+    control_limit_s,
     ready_slots,
 )
 from kvstore.client_slots import ClientSlots
@@ -106,9 +108,6 @@ _WRITE_HIGH_BYTES = 1 << 20
 _SLOW_READER_S = 10.0
 _MAX_NAMESPACES = 1024
 _MAX_CHECK_LINES = 200
-_GRACE_S = 0.25
-"""How much longer than its time an operation that ends by itself in time is waited for."""
-
 _COPY_BYTES_PER_S = 10e9
 _COPY_SLACK_S = 60e-6
 _LONGEST_WAKE_S = 300e-6
@@ -124,9 +123,6 @@ _ACCESSES: dict[type[Request], Access] = {
     Reserve: Access.STORE,
 }
 """What the requests of the data path do, for the access log."""
-
-_UNTIMED_S = 10.0
-"""How long an operation is waited for whose request gives no time."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -430,7 +426,7 @@ class Connection(asyncio.BufferedProtocol):
             case Check():
                 return await self._check(request)
             case _:
-                limit_s = _limit_s(request)
+                limit_s = control_limit_s(request)
                 return await self._late_work.within(self._answer_control(request), limit_s, _name(request))
 
     async def _answer_control(self, request: Request) -> Answer:
@@ -544,7 +540,7 @@ class Connection(asyncio.BufferedProtocol):
     async def _look_at_damage(self, about: ChainRef) -> None:
         try:
             work = self._manager.report_damage(about.chain, part=about.part)
-            await self._late_work.within(work, _UNTIMED_S, "looking at a reported block")
+            await self._late_work.within(work, UNTIMED_S, "looking at a reported block")
         except KVStoreError as error:
             self._malformed.warn("server: a reported block could not be looked at: %s", error)
 
@@ -587,17 +583,6 @@ class Connection(asyncio.BufferedProtocol):
             "server: closed a connection: it did not read its answers for %g s", _SLOW_READER_S
         )
         self._cut()
-
-
-def _limit_s(request: Request) -> float:
-    """How long the answer to a control request is waited for."""
-    match request:
-        case Drop(_, timeout_us):
-            return timeout_us / 1e6
-        case Demote(_, timeout_us) | Why(_, timeout_us) | Flush(timeout_us):
-            return timeout_us / 1e6 + _GRACE_S
-        case _:
-            return _UNTIMED_S
 
 
 def _name(request: Request) -> str:

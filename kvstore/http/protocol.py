@@ -52,11 +52,22 @@ class Protocol(web.RequestHandler):
             raise ConnectionError("http: an answer failed half-way") from exc
         if 400 <= status < 500:
             self._counters.malformed_requests += 1
-            refused = Refused(ErrorCode.BAD_REQUEST, "request: not HTTP, or its head is above the limits")
+            response = self.malformed()
         else:
             logger.error("http: a request failed", exc_info=exc)
-            refused = Refused(ErrorCode.INTERNAL, "the server failed: its log says why")
-        self._counters.errors[refused.code.value] += 1
-        response = json_answer(refused.as_dict(), status=refused.code.status)
+            response = self.failed()
         response.force_close()
         return response
+
+    def malformed(self) -> web.Response:
+        """Return the answer to what is not HTTP."""
+        return self._refuse(ErrorCode.BAD_REQUEST, "request: not HTTP, or its head is above the limits")
+
+    def failed(self) -> web.Response:
+        """Return the answer after a fault of the server itself."""
+        return self._refuse(ErrorCode.INTERNAL, "the server failed: its log says why")
+
+    def _refuse(self, code: ErrorCode, message: str) -> web.Response:
+        refused = Refused(code, message)
+        self._counters.errors[code.value] += 1
+        return json_answer(refused.as_dict(), status=code.status)

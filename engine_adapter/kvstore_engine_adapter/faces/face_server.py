@@ -1,6 +1,5 @@
 """FaceServer: an HttpFace on an address, with limits on connections, slow clients and what is no HTTP."""
 
-import asyncio
 import logging
 import resource
 import ssl
@@ -9,17 +8,15 @@ from collections.abc import Callable
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from kvstore.http.counters import HttpCounters
 from kvstore.http.limits import Limits, connection_cap
 from kvstore.http.listener import Listener, full_answer
-from kvstore.http.protocol import MAX_HEADER_BYTES, MAX_HEADERS, MAX_LINE_BYTES
+from kvstore.http.protocol import Protocol
 from kvstore_engine_adapter.faces.api_error import ApiError
 from kvstore_engine_adapter.faces.event_stream import ClientGone, SlowClient
 from kvstore_engine_adapter.faces.http_face import MAX_BODY_BYTES, HttpFace
 
 logger = logging.getLogger(__name__)
 
-_LINGER_S = 2.0
 _MAX_CONNECTIONS = 1024
 _FULL = full_answer(
     b'{"error": {"message": "the server has too many connections", "type": "overloaded_error", '
@@ -108,46 +105,20 @@ class FaceServer:
         return _Protocol(server, self.counters)
 
 
-class _Protocol(web.RequestHandler):
-    """One connection's protocol: aiohttp's, answering in OpenAI's shape what is not HTTP."""
+class _Protocol(Protocol):
+    """One connection's protocol, answering in OpenAI's shape what is not HTTP."""
 
-    def __init__(self, server: web.Server, counters: HttpCounters) -> None:
-        super().__init__(
-            server,
-            loop=asyncio.get_running_loop(),
-            access_log=None,  # type: ignore[arg-type]  # none is wanted, and aiohttp asks for that
-            logger=logger,
-            lingering_time=_LINGER_S,
-            auto_decompress=False,
-            max_line_size=MAX_LINE_BYTES,
-            max_field_size=MAX_HEADER_BYTES,
-            max_headers=MAX_HEADERS,
-        )
-        self._counters = counters
+    def malformed(self) -> web.Response:
+        """Return the answer to what is not HTTP."""
+        return _answer(ApiError(400, "the request is not HTTP, or its head is above the limits"))
 
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """Answer what cannot be read as a request; the connection ends.
+    def failed(self) -> web.Response:
+        """Return the answer after a fault of the server itself."""
+        return _answer(ApiError(500, "the server failed; its log says why", kind="server_error"))
 
-        Raises:
-            ConnectionError: something was sent already.
-        """
-        if request.writer.output_size:
-            raise ConnectionError("http: an answer failed half-way") from exc
-        if 400 <= status < 500:
-            self._counters.malformed_requests += 1
-            error = ApiError(400, "the request is not HTTP, or its head is above the limits")
-        else:
-            logger.error("http: a request failed", exc_info=exc)
-            error = ApiError(500, "the server failed; its log says why", kind="server_error")
-        response = web.json_response(error.body, status=error.status)
-        response.force_close()
-        return response
+
+def _answer(error: ApiError) -> web.Response:
+    return web.json_response(error.body, status=error.status)
 
 
 def _limits() -> Limits:
