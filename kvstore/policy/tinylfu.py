@@ -65,7 +65,10 @@ class WTinyLfuPolicy(BlockwisePolicy):
         self._sketch = Sketch()
 
     def candidates(self, *, now_s: float, offer: Offer | None = None) -> Iterator[StorageKey]:
-        """Yield, of the window's excess and the main part's least, the one that comes less often."""
+        """Yield, of the window's excess and the main part's least, the one that comes less often.
+
+        What is refused of an offer is its end, also where a block before that comes less often.
+        """
         limit_bytes = _WINDOW_RATIO * self._capacity_bytes
         window = self._with_offer(offer)
         main = self._in_main()
@@ -73,13 +76,14 @@ class WTinyLfuPolicy(BlockwisePolicy):
         excess_bytes = self._window.used_bytes + size_bytes - limit_bytes
         entrant, victim = next(window, None), next(main, None)
         entered: list[StorageKey] = []
+        refusable = reversed(() if offer is None else offer.blocks)
         while entrant is not None or victim is not None:
             if victim is None or (
                 entrant is not None and excess_bytes > 0 and not self._wins(entrant, victim)
             ):
                 assert entrant is not None
                 excess_bytes -= entrant[1]
-                yield entrant[0]
+                yield entrant[0] if entrant[0] in self._window else next(refusable)
                 entrant = next(window, None)
                 continue
             yield victim[0]

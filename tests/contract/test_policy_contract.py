@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.policy import POLICIES, PolicyCache, policy_named
+from kvstore.policy import POLICIES, Offer, PolicyCache, policy_named
 from kvstore.tier import StorageKey
-from tests.contract.policy_law import PolicyLaw
+from tests.contract.policy_law import CAPACITY, PolicyLaw
 
 
 class TestFifo(PolicyLaw):
@@ -47,6 +47,18 @@ class TestSieve(PolicyLaw):
 class TestWTinyLfu(PolicyLaw):
     new_policy = staticmethod(policy_named("w-tinylfu"))
     keeps_parents = False
+
+    def test_an_offer_whose_last_block_comes_most_often_loses_its_end_first(self):
+        policy = self.new_policy(CAPACITY)
+        stored = [StorageKey(bytes([9, index])) for index in range(CAPACITY)]
+        policy.insert(stored, size_bytes=1, now_s=0.0)
+        first, last = StorageKey(b"\x00"), StorageKey(b"\x00\x01")
+        for _ in range(3):
+            policy.offer(Offer((last,), 1, first), now_s=1.0)
+
+        named = list(policy.candidates(now_s=2.0, offer=Offer((first, last), 1, None)))
+
+        assert [block for block in named if block in (first, last)] == [last]
 
 
 class TestLfu(PolicyLaw):
