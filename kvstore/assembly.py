@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvstore.branches import Branches
 from kvstore.config import Config
 from kvstore.config_sections import RemoteConfig, SsdConfig
 from kvstore.epoch_file import EpochFile
@@ -99,6 +100,7 @@ def assemble(
         new_size_curve=lambda limit_bytes: SizeCurve(
             multipliers=[secrets.randbits(64) | 1 for _ in range(4)], limit_bytes=limit_bytes, clock=clock
         ),
+        branches=Branches(clock=clock),
         clock=clock,
     )
     return Store(manager, dram, records)

@@ -42,8 +42,7 @@ class Fetcher:
             if self._may_ask:
                 return None
             tiers, reason = self._walk(shelf, chain, Probed({}, {}, None))
-        if state.size_curve is not None:
-            state.size_curve.note_match(shelf, chain, num_hits=len(tiers))
+        self._note_match(shelf, chain, len(tiers))
         return self._matched(chain, tiers, reason)
 
     async def match(
@@ -61,8 +60,7 @@ class Fetcher:
         deadline_s = self._state.deadline_s(timeout_s)
         probed = await self._loader.probe(shelf, chain, deadline_s=deadline_s)
         tiers, reason = self._walk(shelf, chain, probed)
-        if self._state.size_curve is not None:
-            self._state.size_curve.note_match(shelf, chain, num_hits=len(tiers))
+        self._note_match(shelf, chain, len(tiers))
         return self._matched(chain, tiers, reason)
 
     def _matched(self, chain: PrefixChain, tiers: list[str], reason: MissReason | None) -> PrefixMatch:
@@ -111,6 +109,7 @@ class Fetcher:
         ready = self._granter.ready(owner, entries, chain.block_tokens, hints) if entries else None
         if ready is not None:
             self._note_fetch(chain, part)
+            self._note_found(chain, part, len(chain.keys))
         return ready
 
     def fetch_leading_at_once(
@@ -127,6 +126,7 @@ class Fetcher:
         fetched = self._granter.lease_leading(owner, shelf, chain, hints)
         if fetched.blocks:
             self._note_fetch(chain[: len(fetched.blocks)], part)
+        self._note_found(chain, part, len(fetched.blocks))
         return fetched
 
     def peek_at_once(
@@ -143,6 +143,7 @@ class Fetcher:
         if not entries:
             return None
         self._note_fetch(chain, part)
+        self._note_found(chain, part, len(chain.keys))
         return self._granter.seen(entries, chain.block_tokens, hints)
 
     async def fetch(
@@ -174,12 +175,14 @@ class Fetcher:
         on_top = self._all_on_top(chain, part)
         if on_top is not None:
             origins = [state.top.name] * len(on_top)
+            self._note_found(chain, part, len(on_top))
             return self._granter.fetched(owner, chain, on_top, origins, None, hints=hints)
         with state.holding() as held:
             origins, reason = await self._bring_up(shelf, chain, held, deadline_s)
             entries = [shelf.entries[key] for key in chain.keys[: len(origins)]]
             fetched = self._granter.fetched(owner, chain, entries, origins, reason, hints=hints)
         self._note_fill()
+        self._note_found(chain, part, len(fetched.blocks))
         return fetched
 
     async def prefetch(
@@ -217,6 +220,18 @@ class Fetcher:
                 reason = probed.trouble or self._why_not(shelf, chain.keys[len(located)])
         num_ready, load_reason = await self._loader.load(shelf, located, held, deadline_s=deadline_s)
         return [item.origin for item in located[:num_ready]], load_reason or reason
+
+    def _note_match(self, shelf: Shelf, chain: PrefixChain, num_hits: int) -> None:
+        state = self._state
+        if state.size_curve is not None:
+            state.size_curve.note_match(shelf, chain, num_hits=num_hits)
+        if state.branches is not None:
+            state.branches.note_match(shelf, chain, num_hits)
+
+    def _note_found(self, chain: PrefixChain, part: Part | None, num_hits: int) -> None:
+        branches = self._state.branches
+        if branches is not None:
+            branches.note_fetch(self._state.directory.shelf(chain.namespace, part), chain, num_hits)
 
     def _note_fetch(self, chain: PrefixChain, part: Part | None) -> None:
         curve = self._state.size_curve

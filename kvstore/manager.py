@@ -6,10 +6,11 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from kvstore.branches import Branches
 from kvstore.changes import CopyChange, CopyChanges
 from kvstore.closing import close_tiers
 from kvstore.departing import Departure
-from kvstore.directory import BlockEntry, Directory
+from kvstore.directory import BlockEntry
 from kvstore.epoch_file import EpochFile
 from kvstore.epochs import EpochKeeper
 from kvstore.erasing import Encryption, Eraser
@@ -18,6 +19,7 @@ from kvstore.explain import explain
 from kvstore.fetching import Fetcher
 from kvstore.granting import Granter, ReadyCopies
 from kvstore.hints import Hints
+from kvstore.hottest import TOLD, TOLD_IN_STATS, branches_answer, watched_namespaces
 from kvstore.inspection import check_manager, check_top_copies
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
@@ -82,20 +84,12 @@ class BlockManager:
         policy_file: PolicyFile | None = None,
         encryption: Encryption | None = None,
         new_size_curve: Callable[[int], SizeCurve] | None = None,
+        branches: Branches | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        names = [top.name, *(tier.name for tier in lower)]
-        if len(set(names)) != len(names):
-            raise InvalidRequest(f"manager: tier names must differ, got {', '.join(names)}")
-        certain: list[SlotTier | Tier] = [top, *(tier for tier in lower if not tier.is_shared)]
-        self._state = State(
-            top=top,
-            lower=tuple(lower),
-            policies={tier.name: new_policy(tier.capacity_bytes) for tier in certain},
-            settings=settings or ManagerSettings(),
-            clock=clock,
-            directory=Directory([tier.name for tier in certain]),
-        )
+        given = settings or ManagerSettings()
+        self._state = State.over(top, lower, settings=given, new_policy=new_policy, clock=clock)
+        self._state.branches = branches
         if new_size_curve is not None:
             self._state.size_curve = new_size_curve(largest_size_bytes(self._state))
         self._mover = Mover(self._state)
@@ -568,6 +562,7 @@ class BlockManager:
             "loads": self._loader.num_loads,
             "encryption": {"is_on": False} if self._eraser is None else self._eraser.stats(),
             "size_curve": size_answer(self._state),
+            "branches": branches_answer(self._state, limit=TOLD_IN_STATS),
             **self._state.counters.as_dict(),
         }
 
@@ -575,9 +570,15 @@ class BlockManager:
         """Return estimated hit rates by size, of all lookups or those in some namespaces, for JSON."""
         return size_answer(self._state, namespaces)
 
-    def sized_namespaces(self) -> list[NamespaceDigest]:
-        """Return the namespaces that hit rates by size are known of."""
-        return [] if self._state.size_curve is None else self._state.size_curve.namespaces()
+    def watched_namespaces(self) -> list[NamespaceDigest]:
+        """Return the namespaces that hit rates by size, or branches, are known of."""
+        return watched_namespaces(self._state)
+
+    def branches(
+        self, namespaces: Iterable[NamespaceDigest] | None = None, *, limit: int = TOLD
+    ) -> dict[str, object]:
+        """Return the branches that were looked up most lately, of all namespaces or of some, for JSON."""
+        return branches_answer(self._state, namespaces, limit=limit)
 
     async def check(self, *, sample_blocks: int = 64) -> list[str]:
         """Verify the invariants and a sample of checksums; one line per violation, none if all is well."""

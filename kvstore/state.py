@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.beliefs import Beliefs
+from kvstore.branches import Branches
 from kvstore.counters import Counters
 from kvstore.directory import BlockEntry, Copy, CopyState, Directory, Gone, Shelf
+from kvstore.errors import InvalidRequest
 from kvstore.hints import Hints
 from kvstore.keys import NamespaceDigest
 from kvstore.lease import LeaseTable
 from kvstore.miss import MissReason
-from kvstore.policy import NO_HINT, EvictionPolicy, Hint
+from kvstore.policy import NO_HINT, EvictionPolicy, Hint, NewPolicy
 from kvstore.size_curve import SizeCurve
 from kvstore.tier import BlockId, Slot, SlotTier, StorageKey, Tier
 
@@ -64,7 +66,7 @@ class State:
     """Directory, leases, policies and counters over one top tier and the tiers below it, fastest first.
 
     ``doomed`` slots hold what was erased, and are overwritten before they are free. ``size_curve`` is told of
-    lookups and puts, if there is one.
+    lookups and puts, if there is one, ``branches`` of lookups.
 
     Read and changed on one event loop's thread only, never across an await without looking again.
     """
@@ -82,6 +84,35 @@ class State:
     overwrite: Callable[[Sequence[Slot]], None] | None = None
     beliefs: dict[str, Beliefs] = field(default_factory=dict)
     size_curve: SizeCurve | None = None
+    branches: Branches | None = None
+
+    @classmethod
+    def over(
+        cls,
+        top: SlotTier,
+        lower: Sequence[Tier],
+        *,
+        settings: ManagerSettings,
+        new_policy: NewPolicy,
+        clock: Callable[[], float],
+    ) -> "State":
+        """Return the state of a manager that holds nothing yet.
+
+        Raises:
+            InvalidRequest: two tiers have one name.
+        """
+        names = [top.name, *(tier.name for tier in lower)]
+        if len(set(names)) != len(names):
+            raise InvalidRequest(f"manager: tier names must differ, got {', '.join(names)}")
+        certain: list[SlotTier | Tier] = [top, *(tier for tier in lower if not tier.is_shared)]
+        return cls(
+            top=top,
+            lower=tuple(lower),
+            policies={tier.name: new_policy(tier.capacity_bytes) for tier in certain},
+            settings=settings,
+            clock=clock,
+            directory=Directory([tier.name for tier in certain]),
+        )
 
     def all_tiers(self) -> list[SlotTier | Tier]:
         """All tiers, fastest first."""

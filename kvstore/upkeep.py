@@ -38,8 +38,9 @@ class Upkeep:
 
     def loops(self) -> list[Coroutine[None, None, None]]:
         """Return what is to run as long as the manager is open."""
-        ghost = self._state.size_curve
-        return [self.sweep_forever(), self.age_forever(), *([] if ghost is None else [ghost.run_forever()])]
+        watching = (self._state.size_curve, self._state.branches)
+        loops = [watcher.run_forever() for watcher in watching if watcher is not None]
+        return [self.sweep_forever(), self.age_forever(), *loops]
 
     async def age_forever(self) -> None:
         """Make room whenever the top tier was filled above its mark."""

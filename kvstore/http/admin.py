@@ -5,8 +5,10 @@ from dataclasses import asdict
 from aiohttp import web
 
 from kvstore.errors import TimedOut
+from kvstore.hottest import TOLD_IN_STATS
 from kvstore.http.metrics import METRICS_TYPE, metrics_text
 from kvstore.http.service import COMMON_HEADERS, Call, HttpService, json_answer
+from kvstore.http.sizes import branches_for
 from kvstore.tenant import TenantId, tenant_of
 
 _MAX_LISTED_NAMESPACES = 256
@@ -28,8 +30,11 @@ def readiness(service: HttpService) -> web.Response:
 
 
 async def stats(call: Call) -> web.StreamResponse:
-    """Return counters and occupancy."""
-    return json_answer(call.service.stats())
+    """Return counters and occupancy; of branches those that are the caller's to know of."""
+    told = call.service.stats()
+    if not call.identity.is_operator:
+        told["branches"] = branches_for(call, limit=TOLD_IN_STATS)
+    return json_answer(told)
 
 
 async def metrics(call: Call) -> web.StreamResponse:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from kvstore.hints import MAX_NEXT_USE_S, MAX_OUTPUT_TOKENS, MAX_PRIORITY
+from kvstore.hottest import MAX_TOLD
 from kvstore.http.limits import MAX_KEYS, MAX_TIMEOUT_S
 from kvstore.http.schema import HEX_KEY_PATTERN, Schema
 from kvstore.layout import DTYPE_BYTES, MAX_BLOCK_BYTES
@@ -330,6 +331,49 @@ PUT_ANSWER = _object(
     "stored",
     "present",
     "dropped",
+)
+BRANCH_LIMIT = _integer(1, MAX_TOLD, "Branches to tell at most.")
+_COUNTED = _object(
+    {"lookups": _count(), "hits": _count("Of them, those that found all of it.")}, "lookups", "hits"
+)
+_BRANCH: dict[str, Schema] = {
+    "key": {**KEY, "description": "Key of its last block, as far as it is known."},
+    "namespace": NAMESPACE,
+    "tenant": {
+        **KEY,
+        "type": ["string", "null"],
+        "description": "Id of the tenant; null: not known any more.",
+    },
+    "parent": {
+        **KEY,
+        "type": ["string", "null"],
+        "description": "Key of the branch that it leaves; null: it begins with the sequence.",
+    },
+    "leaves_at_blocks": _count("Blocks that it shares with its parent."),
+    "blocks": _count("Blocks from the start of the sequence; at least these, at most an eighth more."),
+    "tokens": _count("Tokens of these blocks."),
+    "match": _COUNTED,
+    "fetch": _COUNTED,
+    "last_use_s": {"type": "number", "description": "Seconds since it was last looked up."},
+    "tiers": {"type": "object", "description": "How many of its blocks are in each tier."},
+}
+BRANCHES_ANSWER = _object(
+    {
+        "is_on": {"type": "boolean", "description": "Whether branches are counted."},
+        "window_s": _count("Counts are of so many seconds and the running minute."),
+        "lookups": _count("Lookups in that time, of all branches that are the caller's to know of."),
+        "sample_ratio": {
+            "type": "number",
+            "description": "Share of the lookups that is sampled; to operators.",
+        },
+        "lost_samples": _count("Samples that found no room; to operators."),
+        "kept_branches": _count("Branches that are kept, hot or not; to operators."),
+        "branches": _list(_object(_BRANCH, *_BRANCH), most=MAX_TOLD, text="The hottest first."),
+    },
+    "is_on",
+    "window_s",
+    "lookups",
+    "branches",
 )
 DROP_ANSWER = _object({"dropped": _count("Blocks that lost a copy.")}, "dropped")
 DEMOTE_ANSWER = _object({"demoted": _count("Blocks that left memory.")}, "demoted")

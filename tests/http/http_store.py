@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import aiohttp
 import numpy as np
 
+from kvstore.branches import Branches
 from kvstore.checksum import checksum
 from kvstore.doors import Doors
 from kvstore.http import HttpFace, Limits
@@ -166,6 +167,7 @@ async def http_store(
         dram,
         lower,
         settings=ManagerSettings(timeout_s=5.0, lease_s=lease_s, **settings),
+        branches=Branches(clock=time.monotonic),
         new_size_curve=lambda limit_bytes: SizeCurve(
             multipliers=(1, 3, 5, 7), limit_bytes=limit_bytes, clock=time.monotonic
         ),

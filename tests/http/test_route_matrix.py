@@ -60,7 +60,7 @@ def request_of(route, space, lease=LEASE):
     path = route.path.format(**names, collection="sessions", name="one")
     if route.path == "/v1/events":  # without an end of its own
         path += f"?namespace={space.digest.hex()}&timeout_s=0.05"
-    if route.path == "/v1/size":
+    if route.path in ("/v1/size", "/v1/branches"):
         path += f"?namespace={space.digest.hex()}"
     schema = body_schema(route)
     if schema is None:

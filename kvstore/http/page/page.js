@@ -3,6 +3,7 @@
 "use strict";
 
 const INTERVAL_MS = 2000;
+const RARELY = 5; // turns from one question for branches and sizes to the next
 const PATIENCE_MS = 10000;
 const MAX_SAMPLES = 300;
 const MAX_SHOWN_BLOCKS = 200;
@@ -13,7 +14,7 @@ const FAULT_EVENTS = ["faults", "io_faults", "breaker_opened", "lost", "broken_s
 const SERVER_FAULTS = ["refused_connections", "protocol_errors", "failed_requests", "slow_readers"];
 const HTTP_FAULTS = ["refused_connections", "failed_handshakes", "slow_clients", "damaged_blocks"];
 
-const state = { key: "", of: "fetch", isPaused: false, isRefused: false, turns: 0, history: [], before: null, awaySince: null, timer: 0 };
+const state = { key: "", of: "fetch", isPaused: false, isRefused: false, turns: 0, asked: 0, rare: 0, history: [], before: null, awaySince: null, timer: 0 };
 const byId = (id) => document.getElementById(id);
 const seriesOf = new Map();
 
@@ -302,6 +303,122 @@ function show() {
   showActivity(sample);
 }
 
+// ---- branches and sizes, which any key with the scope read is told of, as far as they are its own
+
+const lookedUp = (branch) => Math.max(branch.match.lookups, branch.fetch.lookups);
+
+// Parents before what leaves them, each below the other; those whose parent is not told begin at the left.
+function nested(branches) {
+  const told = new Set(branches.map((branch) => branch.key));
+  const leaving = new Map();
+  for (const branch of branches) {
+    const parent = told.has(branch.parent) ? branch.parent : null;
+    leaving.set(parent, [...(leaving.get(parent) || []), branch]);
+  }
+  const under = (parent, depth) => (leaving.get(parent) || []).flatMap((branch) => [[branch, depth], ...under(branch.key, depth + 1)]);
+  return under(null, 0);
+}
+
+function whose(branch) {
+  const tenant = branch.tenant === null ? "unknown" : branch.tenant.slice(0, 12);
+  return `${branch.namespace.slice(0, 12)} / ${tenant}`;
+}
+
+function branchRow([branch, depth], most) {
+  const { lookups, hits } = branch[state.of];
+  const twig = depth ? make("span", { class: "twig", "aria-label": `branch of ${branch.parent.slice(0, 12)} from block ${branch.leaves_at_blocks} on` }, `${"\u2007\u2007".repeat(depth - 1)}└ `) : "";
+  const tiers = Object.entries(branch.tiers).map(([tier, blocks]) => `${tier} ${whole(blocks)}`).join(", ");
+  const share = lookedUp(branch) / most;
+  return [[twig, make("code", { title: branch.key }, branch.key.slice(0, 12))], bar(share, `${percent(share)} of the hottest`), whole(lookups),
+    percent(lookups ? hits / lookups : null), whole(branch.blocks), whole(branch.tokens), tiers || "nowhere", ago(branch.last_use_s), whose(branch)];
+}
+
+function showBranches(told) {
+  if (!told.is_on || !told.branches.length) {
+    const text = told.is_on ? "Nothing was looked up lately." : "Branches are not counted.";
+    bodyOf("branches").replaceChildren(make("p", {}, text));
+    return;
+  }
+  const most = Math.max(...told.branches.map(lookedUp));
+  const headings = ["last block", "", `${state.of}es`, "whole", "blocks", "tokens", "where, blocks", "last use", "namespace / tenant"];
+  const minutes = whole(Math.round(told.window_s / 60));
+  const caption = `${whole(told.lookups)} lookups in the last ${minutes} minutes; whole: all of the branch was found`;
+  const rows = nested(told.branches).map((row) => branchRow(row, most));
+  const words = make("p", { class: "note" }, "A branch is a prefix that many lookups share; below it, those that leave it. Names are digests.");
+  // What is replaced would lose the focus, and where it is scrolled to.
+  const before = document.querySelector("#branches .scroll");
+  const [left, top, isFocused] = before ? [before.scrollLeft, before.scrollTop, before === document.activeElement] : [0, 0, false];
+  const region = scrolled(table(caption, headings, rows), "Hottest branches");
+  bodyOf("branches").replaceChildren(region, words);
+  [region.scrollLeft, region.scrollTop] = [left, top];
+  if (isFocused) region.focus();
+}
+
+function showSize(told) {
+  const known = told.is_on ? told.points.filter(([, ratio]) => ratio !== null) : [];
+  if (!known.length) {
+    const text = told.is_on ? `Too few lookups to tell: ${whole(told.samples)} of ${whole(told.min_samples)} samples.` : "Sizes are not estimated.";
+    chartOf("size").replaceChildren();
+    bodyOf("size").replaceChildren(make("p", {}, text));
+    return;
+  }
+  drawSizes(known, told.size_bytes);
+  const multiples = ["0.5x", "1x", "2x", "4x"];
+  const rows = Object.entries(told.hit_ratio).map(([of, ratios]) => [of === "all" ? "all tiers of this node" : of, size(told.size_bytes[of]), ...multiples.map((name) => percent(ratios[name]))]);
+  const caption = `Estimated hit rate at multiples of the size there is, from ${whole(told.samples)} samples`;
+  bodyOf("size").replaceChildren(scrolled(table(caption, ["of", "size now", ...multiples], rows), "Hit rate by size"));
+}
+
+// The curve over sizes, each doubling as wide as any other; upright lines are the sizes there are.
+function drawSizes(points, sizes) {
+  const place = chartOf("size");
+  const [width, height, left, bottom, above] = [Math.max(220, place.clientWidth || 300), 170, 4, 18, 14];
+  const [least, most] = [Math.log2(points[0][0]), Math.log2(points.at(-1)[0])];
+  const x = (bytes) => left + (width - 2 * left) * (most > least ? (Math.log2(bytes) - least) / (most - least) : 1);
+  const y = (ratio) => above + (height - above - bottom) * (1 - ratio);
+  const said = points.filter((_, at) => at % 8 === (points.length - 1) % 8).map(([bytes, ratio]) => `${size(bytes)} ${percent(ratio)}`).join(", ");
+  const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `Estimated hit rate by size: ${said}` });
+  for (const part of [0, 0.5, 1]) svg.append(draw("line", { class: "axis", x1: left, x2: width - left, y1: y(part), y2: y(part) }));
+  const now = Object.entries(sizes).filter(([, bytes]) => bytes >= points[0][0] && bytes <= points.at(-1)[0]);
+  for (const [, bytes] of now) svg.append(draw("line", { class: "now", x1: x(bytes), x2: x(bytes), y1: above, y2: height - bottom }));
+  const line = points.map(([bytes, ratio], at) => `${at ? "L" : "M"}${x(bytes).toFixed(1)} ${y(ratio).toFixed(1)}`).join("");
+  svg.append(draw("path", { class: "curve series-1", d: `${line}h0.1`, "data-name": "size" }));
+  for (const part of [0.5, 1]) svg.append(draw("text", { x: left + 2, y: y(part) - 3 }, `${part * 100} %`));
+  now.forEach(([of, bytes], at) => {
+    const isRight = x(bytes) > width * 0.7;
+    svg.append(draw("text", { x: x(bytes) + (isRight ? -4 : 4), y: above + 12 + 14 * at, "text-anchor": isRight ? "end" : "start" }, `${of} now`));
+  });
+  svg.append(draw("text", { x: left, y: height - 4 }, size(points[0][0])), draw("text", { x: width - left, y: height - 4, "text-anchor": "end" }, size(points.at(-1)[0])));
+  place.replaceChildren(svg);
+}
+
+const RARE = [["branches", "v1/branches", showBranches], ["size", "v1/size", showSize]];
+const rarely = new Map();
+
+async function askRarely() {
+  const number = ++state.rare;
+  for (const [section, path, draw] of RARE) {
+    try {
+      const told = await ask(path);
+      if (number !== state.rare) return;
+      rarely.set(section, told);
+      draw(told);
+    } catch (error) {
+      if (number !== state.rare) return;
+      // While the store is away the figures from before stay, as all others do.
+      if (!(error instanceof Refused)) return;
+      rarely.delete(section);
+      if (section === "size") chartOf("size").replaceChildren();
+      bodyOf(section).replaceChildren(make("p", {}, `Not told: ${error.message}.`));
+    }
+  }
+  byId("main").classList.toggle("keyless", rarely.size > 0 && state.isRefused);
+}
+
+function showRarely() {
+  for (const [section, , draw] of RARE) if (rarely.has(section)) draw(rarely.get(section));
+}
+
 function say(text, kind = "") {
   const status = byId("status");
   // A screen reader reads what changes: the same words again are not told again.
@@ -334,6 +451,7 @@ async function turn() {
   }
   state.history.splice(0, state.history.length - MAX_SAMPLES);
   show();
+  if (state.asked++ % RARELY === 0 || state.isRefused) askRarely();
   if (!state.isPaused && !state.isRefused) state.timer = window.setTimeout(turn, INTERVAL_MS);
 }
 
@@ -421,11 +539,13 @@ byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   state.key = byId("key").value.trim();
   byId("key").value = "";
+  state.asked = 0;
   turn();
 });
 byId("lookups").addEventListener("change", (event) => {
   state.of = event.target.value;
   show();
+  showRarely();
 });
 byId("pause").addEventListener("click", () => {
   state.isPaused = !state.isPaused;
@@ -439,5 +559,8 @@ byId("pause").addEventListener("click", () => {
 });
 byId("why-form").addEventListener("submit", askWhy);
 byId("namespace").addEventListener("focus", () => state.isRefused || listNamespaces());
-window.addEventListener("resize", show);
+window.addEventListener("resize", () => {
+  show();
+  showRarely();
+});
 turn();
