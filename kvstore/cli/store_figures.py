@@ -5,7 +5,7 @@ was started anew between two stats, nothing is said of the time between them.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 Stats = Mapping[str, Any]
@@ -104,6 +104,28 @@ class Moved:
     failures: int
 
 
+@dataclass(frozen=True, slots=True)
+class HotBranch:
+    """A prefix that many lookups of the last minutes share; ``hit_ratio`` of them found all of it.
+
+    ``depth`` is how many branches that are told lead to it.
+    """
+
+    key: str
+    namespace: str
+    depth: int
+    lookups: int
+    hit_ratio: float | None
+    blocks: int
+    tokens: int
+    tiers: dict[str, int]
+    last_use_s: float
+
+    def as_dict(self) -> dict[str, object]:
+        """Return a JSON-ready copy."""
+        return asdict(self)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """A store at one time. Counts are since its start; ``now`` and ``rates`` are of the last ``interval_s``.
@@ -127,6 +149,7 @@ class Sample:
     down: dict[str, str]
     faults: dict[str, int]
     new_faults: dict[str, int]
+    branches: tuple[HotBranch, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
         """Return a JSON-ready copy."""
@@ -162,6 +185,7 @@ class Sample:
             "down": self.down,
             "faults": self.faults,
             "new_faults": self.new_faults,
+            "branches": [branch.as_dict() for branch in self.branches],
         }
 
 
@@ -198,6 +222,7 @@ def sample(stats: Stats, *, of: str, time_s: float, before: tuple[Stats, float] 
         down=dict(_down(stats)),
         faults=faults,
         new_faults={} if before is None else _positive(_increase(faults, dict(_faults(then)))),
+        branches=tuple(_branches(stats, of)),
     )
 
 
@@ -227,6 +252,28 @@ def _transfers(stats: Stats) -> dict[str, Moved]:
         name: Moved(int(told["blocks"]), int(told["bytes"]), sum(_counts(told.get("failures")).values()))
         for name, told in stats.get("transfers", {}).items()
     }
+
+
+def _branches(stats: Stats, of: str) -> Iterator[HotBranch]:
+    """Yield the hottest branches, each behind the one that it leaves."""
+    told = stats.get("branches", {}).get("branches", [])
+    keys = {branch["key"] for branch in told}
+    waiting = [(branch, 0) for branch in reversed(told) if branch["parent"] not in keys]
+    while waiting:
+        branch, depth = waiting.pop()
+        waiting += [(at, depth + 1) for at in reversed(told) if at["parent"] == branch["key"]]
+        lookups, hits = branch[of]["lookups"], branch[of]["hits"]
+        yield HotBranch(
+            branch["key"],
+            branch["namespace"],
+            depth,
+            lookups,
+            hits / lookups if lookups else None,
+            branch["blocks"],
+            branch["tokens"],
+            dict(branch["tiers"]),
+            branch["last_use_s"],
+        )
 
 
 def _down(stats: Stats) -> Iterator[tuple[str, str]]:

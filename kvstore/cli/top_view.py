@@ -16,6 +16,10 @@ from kvstore.cli.watching import Outage, Watch
 _PLAIN_WIDTH = 80
 _MAX_ROWS = 8
 _LEAST_MISSES_WIDTH = 36
+_MAX_STEPS = 3
+"""Steps to the right that a branch is told at."""
+
+_KEY_LETTERS = 12
 _HEAD_WIDTH = 49
 """What the first line has beside the address."""
 
@@ -108,6 +112,7 @@ def view(
         _two_columns(_transfers(taken), _misses(taken, marks, width), width),
         Text(),
         _activity(taken),
+        *([Text(), _branches(watch, taken, width)] if taken.branches else []),
     ]
     return Group(*parts)
 
@@ -255,6 +260,28 @@ def _activity(taken: Sample) -> Text:
     text.append("\nPuts ", style="bold").append(_listed(taken.puts.items()))
     text.append("   Evicted ", style="bold").append(_listed(evicted.items()))
     return text
+
+
+def _branches(watch: Watch, taken: Sample, width: int) -> RenderableType:
+    """Return the hottest prefixes: digests, never what they say."""
+    headings = (("Hot branches", "left"), (f"{watch.of}es", "right"), ("whole", "right"), ("tokens", "right"))
+    table = _table(*headings)
+    table.add_column("where, blocks", width=max(14, width - 60), no_wrap=True, overflow="crop")
+    table.add_column("used", justify="right", no_wrap=True)
+    for branch in taken.branches:
+        table.add_row(
+            f"{'  ' * min(branch.depth, _MAX_STEPS)}{branch.key[:_KEY_LETTERS]}",
+            whole(branch.lookups),
+            percent(branch.hit_ratio),
+            whole(branch.tokens),
+            ", ".join(f"{tier} {whole(blocks)}" for tier, blocks in branch.tiers.items()) or "nowhere",
+            _ago(branch.last_use_s),
+        )
+    return table
+
+
+def _ago(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def _listed(counts: Iterable[tuple[str, int]]) -> str:

@@ -71,6 +71,19 @@ def test_a_sample_says_what_the_stats_say(store):
     assert (sample["now"], sample["interval_s"], sample["faults"], sample["down"]) == (None, None, {}, {})
 
 
+def test_the_hottest_branches_are_shown_by_digest(store):
+    use(store)
+    key = SPACE.chain(list(range(20 * SPACE.block_tokens))).keys[-1].hex()
+
+    (branch,) = json.loads(told(store, "--once", "--json"))["branches"]
+    shown = told(store, environ={**PLAIN, "PYTHONIOENCODING": "utf-8"})
+
+    assert (branch["key"], branch["lookups"], branch["hit_ratio"]) == (key, 2, 0.0)
+    assert (branch["blocks"], branch["tokens"], branch["tiers"]) == (20, 80, {"dram": 10})
+    assert re.search(rf"^{key[:12]} +2 +0.0 % +80 +dram 10 +\d+ s", shown, re.M)
+    assert max(map(len, shown.splitlines())) <= 80
+
+
 def test_a_sample_costs_one_request(store):
     use(store)
     before = json.loads(told_stats(store))["server"]["requests"]

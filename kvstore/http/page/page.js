@@ -395,10 +395,13 @@ function drawSizes(points, sizes) {
 const RARE = [["branches", "v1/branches", showBranches], ["size", "v1/size", showSize]];
 const rarely = new Map();
 
-async function askRarely() {
+async function askRarely(failure) {
   const number = ++state.rare;
+  const isUnknown = failure instanceof Refused && failure.status === 401;
   for (const [section, path, draw] of RARE) {
     try {
+      // A key that is not known would only be refused again, and counted.
+      if (isUnknown) throw failure;
       const told = await ask(path);
       if (number !== state.rare) return;
       rarely.set(section, told);
@@ -451,7 +454,7 @@ async function turn() {
   }
   state.history.splice(0, state.history.length - MAX_SAMPLES);
   show();
-  if (state.asked++ % RARELY === 0 || state.isRefused) askRarely();
+  if (state.asked++ % RARELY === 0 || state.isRefused) askRarely(failure);
   if (!state.isPaused && !state.isRefused) state.timer = window.setTimeout(turn, INTERVAL_MS);
 }
 
