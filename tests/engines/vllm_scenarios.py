@@ -9,6 +9,7 @@ from tests.engines.real_model import document_tokens, find_model, write_folder
 from tests.engines.replica_process import ReplicaProcess, transfer_config
 from tests.engines.scenario import Outcome, Workshop, batches, tokens
 from tests.engines.stored import address, await_blocks, corrupt_blocks
+from tests.engines.vllm_event_scenario import events
 from tests.engines.vllm_server import ServerProcess
 from tests.store_damage import damage_memory
 from tests.store_process import StoreProcess
@@ -358,6 +359,7 @@ SCENARIOS: tuple[Callable[[Workshop], Outcome], ...] = (
     two_at_once,
     others_on_one_store,
     full_store,
+    events,
     nothing_to_reuse,
     reuse_hybrid,
     real_model,

@@ -1,4 +1,7 @@
-"""What vLLM's kv_events module declares of its events, and its way to decode and to ask for replays."""
+"""What vLLM 0.32's kv_events module declares of its events, and its way to decode and to ask for replays.
+
+The scenario ``events`` of scripts/test-engines compares this with vLLM's own classes, and decodes with those.
+"""
 
 from typing import Any
 
@@ -28,12 +31,19 @@ class BlockStored(KVCacheEvent):
     lora_name: str | None
     extra_keys: list[tuple[Any, ...] | None] | None = None
     group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
 
 
 class BlockRemoved(KVCacheEvent):
     block_hashes: list[bytes | int]
     medium: str | None
     group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
 
 
 class AllBlocksCleared(KVCacheEvent):
@@ -42,6 +52,15 @@ class AllBlocksCleared(KVCacheEvent):
 
 class KVEventBatch(EventBatch):
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+
+
+def field_names():
+    """Name of each field of each class, and whether it must be given."""
+    classes = (BlockStored, BlockRemoved, AllBlocksCleared, KVEventBatch)
+    return {
+        one.__name__: [[field.encode_name, field.required] for field in msgspec.structs.fields(one)]
+        for one in classes
+    }
 
 
 DECODER = msgspec.msgpack.Decoder(type=KVEventBatch)

@@ -56,8 +56,13 @@ def keyed(tmp_path):
     keyring = tmp_path / "keys"
     create_keyring(keyring)
     keys = {
-        name: add_key(keyring, name, tenant="acme", scopes=frozenset(scopes))
-        for name, scopes in {"admin": {Scope.ADMIN}, "reader": {Scope.READ}, "all": set(Scope)}.items()
+        name: add_key(keyring, name, tenant=tenant, scopes=frozenset(scopes))
+        for name, tenant, scopes in (
+            ("admin", "acme", {Scope.ADMIN}),
+            ("reader", "acme", {Scope.READ}),
+            ("all", "acme", set(Scope)),
+            ("stranger", "other", set(Scope)),
+        )
     }
     settings = StoreSettings(http_port=free_port(), http_more=f'api_keys = "file:{keyring}"\n')
     with StoreProcess(tmp_path, settings) as running:
@@ -194,6 +199,95 @@ def test_at_rest_the_page_says_what_the_stats_say(driver, store):
     activity = {row[0]: row[1] for row in table_of(driver, "activity")}
     assert f"{stats['puts_blocks']['stored']} stored" in activity["puts, blocks"]
     assert text_of(driver, "#faults .body") == "None: every tier is up."
+
+
+def get_json(store, path):
+    with urllib.request.urlopen(f"http://127.0.0.1:{store.settings.http_port}{path}", timeout=60) as answer:
+        return json.load(answer)
+
+
+def test_the_hottest_branches_and_the_size_curve_are_what_the_store_tells(driver, store):
+    with Traffic(store.socket_path, pause_s=0.0) as traffic:
+        wait_for(driver, lambda: traffic.requests > 400, "traffic")
+    show(driver, store)
+    wait_for(driver, lambda: text_of(driver, "#branches table"), "branches")
+    wait_for(driver, lambda: text_of(driver, "#size table"), "a curve")
+    told, sizes = get_json(store, "/v1/branches"), get_json(store, "/v1/size")
+
+    rows = {row[0].split("\u2514")[-1].strip(): row for row in table_of(driver, "branches")}
+    assert rows.keys() == {branch["key"][:12] for branch in told["branches"]}
+    for branch in told["branches"]:
+        _, _, lookups, whole, blocks, tokens, _, _, whose = rows[branch["key"][:12]]
+        assert [int(lookups), int(blocks), int(tokens)] == [
+            branch["fetch"]["lookups"],
+            branch["blocks"],
+            branch["tokens"],
+        ]
+        assert share(whole) == branch["fetch"]["hits"] / branch["fetch"]["lookups"]
+        assert whose == f"{branch['namespace'][:12]} / {branch['tenant'][:12]}"
+    # The system prompt that all conversations begin with is the hottest; each of them is a branch of it.
+    system = conversation(1, 1).keys[-1].hex()[:12]
+    hottest = table_of(driver, "branches")[0]
+    assert hottest[0] == system
+    assert int(hottest[2]) == told["lookups"]
+    # Of so many lookups in a second, not every one is sampled.
+    assert told["lookups"] == pytest.approx(stats_of(store)["fetch"]["requests"], rel=0.2)
+    assert [row[0] for row in table_of(driver, "size")] == ["dram", "all tiers of this node"]
+    shown = [float(cell.removesuffix(" %")) / 100 for cell in table_of(driver, "size")[0][2:]]
+    assert shown == pytest.approx(list(sizes["hit_ratio"]["dram"].values()), abs=0.011)
+    assert driver.execute_script("return document.querySelectorAll('#size .curve').length") == 1
+    assert complaints(driver) == []
+
+
+def test_branches_are_scrolled_by_keyboard_on_a_phone_and_keep_the_focus(driver, store):
+    from selenium.webdriver.common.keys import Keys
+
+    with Traffic(store.socket_path, pause_s=0.0) as traffic:
+        wait_for(driver, lambda: traffic.requests > 100, "traffic")
+    show(driver, store, width=360, height=740)
+    wait_for(driver, lambda: text_of(driver, "#branches table"), "branches")
+    scrolled = "return document.querySelector('#branches .scroll').scrollLeft"
+
+    driver.execute_script("document.getElementById('pause').focus()")
+    press(driver, Keys.TAB)
+    assert driver.execute_script("return document.activeElement.matches('#branches .scroll')")
+    press(driver, *[Keys.ARROW_RIGHT] * 5)
+    wait_for(driver, lambda: driver.execute_script(scrolled) > 0, "scrolling")
+    driver.execute_script("document.querySelector('#branches .scroll').dataset.old = '1'")
+    fresh = """const region = document.querySelector('#branches .scroll');
+        return !region.dataset.old && document.activeElement === region && region.scrollLeft > 0"""
+    wait_for(driver, lambda: driver.execute_script(fresh), "new figures")
+    widths = "const page = document.documentElement; return [page.scrollWidth, page.clientWidth]"
+    assert driver.execute_script(widths) == [360, 360]
+
+
+def test_a_reader_is_shown_its_own_branches_though_the_rest_needs_admin(driver, keyed):
+    store, keys = keyed
+    ours, theirs = (opened_by(store, keys[name], times) for name, times in (("reader", 3), ("stranger", 2)))
+    show(driver, store)
+    wait_for(driver, lambda: "wants an API key" in text_of(driver, "#status"), "a demand")
+    assert "Not told: " in text_of(driver, "#branches .body")
+
+    script = """document.getElementById('key').value = arguments[0];
+        document.querySelector('#key-form button').click()"""
+    driver.execute_script(script, keys["reader"])
+    wait_for(driver, lambda: text_of(driver, "#branches table"), "branches")
+
+    (row,) = table_of(driver, "branches")
+    assert row[-1].startswith(ours[:12])
+    assert theirs[:12] not in driver.page_source
+    assert "lacks the scope admin" in text_of(driver, "#status")
+    opacity = "return getComputedStyle(document.querySelector('#branches .body')).opacity"
+    assert driver.execute_script(opacity) == "1"
+
+
+def opened_by(store, key, times):
+    """Have the holder of a key look up blocks of a namespace of its own; returns its digest."""
+    with KVStore.connect(f"http://127.0.0.1:{store.settings.http_port}", api_key=key) as client:
+        namespace = client.open_namespace(SPACE)
+        for _ in range(times):
+            client.match(namespace.chain(range(64)))
+    return namespace.digest.hex()
 
 
 def test_every_control_is_reached_and_used_by_keyboard(driver, store):
