@@ -39,6 +39,19 @@ class HashForm(enum.Enum):
         return key.hex() if self is HashForm.HEX else int.from_bytes(key[-_INT_BYTES:], "big")
 
 
+class EventForm(enum.Enum):
+    """How an event is told: as a map with a ``type``, which vLLM does, or as an array that begins with it,
+    which vLLM did before, SGLang does, and llm-d reads.
+    """
+
+    MAP = "map"
+    ARRAY = "array"
+
+    def of(self, told: Mapping[str, object]) -> Mapping[str, object] | list[object]:
+        """Return an event, whose members are in vLLM's order, in this form."""
+        return told if self is EventForm.MAP else list(told.values())
+
+
 @dataclass(frozen=True, slots=True)
 class KvEvent:
     """Blocks of one namespace whose copies in one medium became READY (in chain order), or are gone."""

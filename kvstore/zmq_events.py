@@ -144,7 +144,7 @@ class ZmqPublisher:
 
     def _publish(self, events: Sequence[Mapping[str, object]]) -> None:
         assert self._publishing is not None, "not open"
-        batch = [self._wall_s(), events, _RANK]
+        batch = [self._wall_s(), [self._settings.form.of(event) for event in events], _RANK]
         payload: bytes = msgpack.packb(batch)  # pyright: ignore[reportAssignmentType]
         number, self._next = self._next, self._next + 1
         self._kept.append((number, payload))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.errors import InvalidConfig
-from kvstore.kv_events import HashForm
+from kvstore.kv_events import EventForm, HashForm
 
 _TCP = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:/\s]+):(?P<port>[0-9]{1,5})")
 _IPC = re.compile(r"ipc:///\S+")
@@ -24,6 +24,7 @@ class ZmqSettings:
     replay: str = ""
     topic: str = ""
     hashes: HashForm = HashForm.INT
+    form: EventForm = EventForm.MAP
     keys: Path | None = None
 
     def check(self) -> None:

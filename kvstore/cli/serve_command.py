@@ -17,7 +17,7 @@ from kvstore.cli.size_argument import size_argument
 from kvstore.config import Config, load_config
 from kvstore.core_dumps import become_undumpable, leave_no_core_file
 from kvstore.errors import InvalidConfig
-from kvstore.kv_events import HashForm
+from kvstore.kv_events import EventForm, HashForm
 from kvstore.log_limit import LimitedTracebacks
 from kvstore.running import serving
 from kvstore.zmq_settings import ZmqSettings
@@ -82,6 +82,13 @@ def _add_event_options(parser: argparse.ArgumentParser) -> None:
         help="how keys are told: their last 64 bits, or their 32 bytes",
     )
     options.add_argument(
+        "--events-form",
+        choices=[form.value for form in EventForm],
+        default=EventForm.MAP.value,
+        help="how an event is told: as a map, as vLLM does, or as an array, which llm-d reads"
+        " (default: %(default)s)",
+    )
+    options.add_argument(
         "--events-keys",
         metavar="FOLDER",
         type=Path,
@@ -96,7 +103,12 @@ def _events(args: argparse.Namespace) -> ZmqSettings | None:
             raise InvalidConfig("--events-replay, --events-topic and --events-keys need --events")
         return None
     settings = ZmqSettings(
-        args.events, args.events_replay, args.events_topic, HashForm(args.events_hashes), args.events_keys
+        args.events,
+        args.events_replay,
+        args.events_topic,
+        HashForm(args.events_hashes),
+        EventForm(args.events_form),
+        args.events_keys,
     )
     settings.check()
     return settings

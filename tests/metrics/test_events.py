@@ -4,6 +4,7 @@ import socket
 import time
 from pathlib import Path
 
+import msgpack
 import pytest
 import zmq
 import zmq.auth
@@ -15,7 +16,7 @@ from kvstore.drill.store_process import PartFailed, StoreProcess, StoreSettings
 from kvstore.errors import InvalidConfig
 from kvstore.kv_events import HashForm
 from kvstore.zmq_settings import ZmqSettings
-from tests.metrics.vllm_events import AllBlocksCleared, BlockRemoved, BlockStored, Subscriber
+from tests.metrics.vllm_events import AllBlocksCleared, BlockRemoved, BlockStored, Subscriber, array_decoder
 from tests.redis_server import RedisServer, free_port
 
 MIB = 1 << 20
@@ -208,6 +209,32 @@ def test_keys_may_be_told_whole_and_under_a_topic(tmp_path):
         joined(store, client, router)
         chain = put(client, 1)
         until(router, lambda: "CPU" in router.holders.get(bytes(chain.keys[3]), ()))
+
+
+def test_events_may_be_told_as_arrays_as_llm_d_reads_them(tmp_path):
+    more = ("--events-form", "array", "--events-topic", "kv@pod@m")
+    decoder = array_decoder()
+    with (
+        PublishingStore(tmp_path, more=more) as store,
+        store.connect() as client,
+        Subscriber(store.endpoint, store.replay) as router,
+    ):
+        chain = put(client, 1)
+        client.flush()
+        client.drop(chain)
+        wanted = {("BlockStored", "CPU"), ("BlockStored", "STORAGE"), ("BlockRemoved", "CPU")}
+        seen, give_up_s = set(), time.monotonic() + 60
+        while not wanted <= seen and time.monotonic() < give_up_s:
+            batches = [decoder.decode(payload) for _, payload in router.replayed(0)]
+            events = [event for batch in batches for event in batch.events]
+            named = [event for event in events if hasattr(event, "block_hashes")]
+            seen = {(type(event).__name__, event.medium) for event in named}
+        plain = [msgpack.unpackb(payload)[1] for _, payload in router.replayed(0)]
+
+    assert wanted <= seen
+    assert {frozenset(event.block_hashes) for event in named} == {frozenset(hashes(chain))}
+    assert plain[0] == [["AllBlocksCleared"]]
+    assert plain[1][0] == ["BlockStored", hashes(chain), None, [], 16, None, "CPU", None]
 
 
 def test_blocks_of_an_earlier_run_are_told_of_when_their_namespace_opens(tmp_path):

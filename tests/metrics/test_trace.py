@@ -15,6 +15,7 @@ MIB = 1 << 20
 BLOCK_BYTES = 4096
 BLOCK_TOKENS = 16
 CHAIN_BLOCKS = 4
+PREFILL_TOKENS_PER_S = 64
 SPACE = Namespace("traced", KVLayout.opaque(block_bytes=BLOCK_BYTES, block_tokens=BLOCK_TOKENS))
 BYTES = bytes(CHAIN_BLOCKS * BLOCK_BYTES)
 PATIENT = Timeouts(match_s=60, fetch_s=60, put_s=60, control_s=60)
@@ -33,6 +34,10 @@ TOTALS = (
     "tier_faults",
     "tier_breaker_opened",
     "disk_written",
+    "prefill_saved",
+    "events_lost_blocks",
+    "server_failed_requests",
+    "server_refused_connections",
 )
 """Beginnings of the names of those counters that depend on nothing but what was asked for."""
 
@@ -77,10 +82,15 @@ def traced(redis, tmp_path_factory):
         for chain in foreign:
             client.put(chain, BYTES)
         assert client.flush()
-    with store_over(redis, here) as store, connected(store) as client:
-        num_operations = run_trace(client, foreign)
-        assert client.flush()
-        yield num_operations, scrape(store), client.stats()
+    store = store_over(redis, here)
+    try:
+        store.start(more=("--prefill-tokens-per-s", str(PREFILL_TOKENS_PER_S)))
+        with connected(store) as client:
+            num_operations = run_trace(client, foreign)
+            assert client.flush()
+            yield num_operations, scrape(store), client.stats()
+    finally:
+        store.kill()
 
 
 def connected(store):
@@ -162,6 +172,10 @@ BY_HAND = {
     **moved("ssd", "dram", 200),
     **moved("remote", "dram", 200),
     series("disk_written_bytes", tier="ssd"): 600 * BLOCK_BYTES,
+    # what fetches found, 16 tokens a block, at 64 tokens a second
+    series("prefill_saved_seconds", tier="dram"): 600 / 4,
+    series("prefill_saved_seconds", tier="ssd"): 200 / 4,
+    series("prefill_saved_seconds", tier="remote"): 200 / 4,
 }
 
 
@@ -190,6 +204,7 @@ def test_occupancy_is_what_the_trace_left(traced):
     assert told[("kvstore_clients",)] == 1
     assert told[("kvstore_live_leases",)] == 0
     assert told[("kvstore_process_resident_bytes",)] > 0
+    assert told[("kvstore_event_loop_delay_seconds_count",)] > 0
 
 
 def test_hits_and_misses_balance_in_blocks_and_in_tokens(traced):

@@ -3,6 +3,7 @@
 The scenario ``events`` of scripts/test-engines compares this with vLLM's own classes, and decodes with those.
 """
 
+import typing
 from typing import Any
 
 import msgspec
@@ -61,6 +62,28 @@ def field_names():
         one.__name__: [[field.encode_name, field.required] for field in msgspec.structs.fields(one)]
         for one in classes
     }
+
+
+def array_decoder():
+    """A decoder of the form of vLLM's earlier classes, which llm-d reads: an array behind the type."""
+    declared = {}
+    for one in (BlockStored, BlockRemoved, AllBlocksCleared):
+        kinds = typing.get_type_hints(one)
+        fields = [
+            (field.encode_name, kinds[field.encode_name])
+            if field.required
+            else (field.encode_name, kinds[field.encode_name], field.default)
+            for field in msgspec.structs.fields(one)
+        ]
+        declared[one.__name__] = msgspec.defstruct(
+            one.__name__, fields, array_like=True, tag=True, omit_defaults=True
+        )
+    batch = msgspec.defstruct(
+        "KVEventBatch",
+        [("ts", float), ("events", list[typing.Union[tuple(declared.values())]]), ("rank", int | None, None)],  # noqa: UP007
+        array_like=True,
+    )
+    return msgspec.msgpack.Decoder(type=batch)
 
 
 DECODER = msgspec.msgpack.Decoder(type=KVEventBatch)

@@ -8,6 +8,7 @@ const PATIENCE_MS = 10000;
 const MAX_SAMPLES = 300;
 const MAX_SHOWN_BLOCKS = 200;
 const SERIES = 6;
+const MAX_STEPS = 4; // to the right that a branch is shown at
 const SVG = "http://www.w3.org/2000/svg";
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 const FAULT_EVENTS = ["faults", "io_faults", "breaker_opened", "lost", "broken_seals", "corrupt", "unreadable"];
@@ -326,7 +327,7 @@ function whose(branch) {
 
 function branchRow([branch, depth], most) {
   const { lookups, hits } = branch[state.of];
-  const twig = depth ? make("span", { class: "twig", "aria-label": `branch of ${branch.parent.slice(0, 12)} from block ${branch.leaves_at_blocks} on` }, `${"\u2007\u2007".repeat(depth - 1)}└ `) : "";
+  const twig = depth ? make("span", { class: "twig", "aria-label": `branch of ${branch.parent.slice(0, 12)} from block ${branch.leaves_at_blocks} on` }, `${"\u2007\u2007".repeat(Math.min(depth, MAX_STEPS) - 1)}└ `) : "";
   const tiers = Object.entries(branch.tiers).map(([tier, blocks]) => `${tier} ${whole(blocks)}`).join(", ");
   const share = lookedUp(branch) / most;
   return [[twig, make("code", { title: branch.key }, branch.key.slice(0, 12))], bar(share, `${percent(share)} of the hottest`), whole(lookups),
