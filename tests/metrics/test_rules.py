@@ -94,6 +94,18 @@ def test_each_alert_says_how_bad_it_is_and_where_to_read_what_to_do(alert):
     assert f"\n### {alert['alert']}\n" in PAGE.read_text()
 
 
+def test_the_table_of_faults_says_which_alert_tells_of_each_and_leaves_none_out():
+    table = PAGE.read_text().split("\n## Faults\n")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if "|" in line][
+        2:
+    ]
+
+    named = {word for *_, told in rows for word in told.split(", ")}
+
+    assert all(len(row) == 4 and all(row) for row in rows)
+    assert named - {"none"} == {alert["alert"] for alert in alerts()}
+
+
 def test_rules_and_dashboard_name_only_metrics_that_there_are():
     told = {metric.name for metric in METRICS}
     recorded = {rule["record"] for rule in rules() if "record" in rule}
