@@ -9,10 +9,12 @@ forgotten first; what is counted of a node that stays is right from the time it 
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import count
+from operator import itemgetter
 
 from kvstore.keys import BlockKey
 from kvstore.layout import Part
@@ -26,6 +28,7 @@ CONTINUES_RATIO = 0.75
 _MAX_DEPTH_BLOCKS = 1 << 20
 _EACH_UNTIL = 16
 _PER_DOUBLING = 8
+_FEWEST_AT_ONCE = 2
 
 
 def _checkpoints() -> Iterator[int]:
@@ -157,7 +160,7 @@ class Told:
     leaves_at_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that takes three times as long to make
 class Visit:
     """A lookup: its checkpoints, the place of the first, and how many were found from block 0 on."""
 
@@ -177,7 +180,15 @@ def checkpoints_of(keys: Sequence[BlockKey], start: int) -> tuple[int, tuple[Blo
     """Return the checkpoints among the keys from block ``start`` on: the place of the first, and keys."""
     first = bisect_right(CHECKPOINTS, start)
     stop = bisect_right(CHECKPOINTS, start + len(keys))
-    return first, tuple([keys[depth - start - 1] for depth in CHECKPOINTS[first:stop]])
+    if start or stop < _FEWEST_AT_ONCE:
+        return first, tuple([keys[depth - start - 1] for depth in CHECKPOINTS[first:stop]])
+    return first, _picked(stop)(keys)
+
+
+@lru_cache(maxsize=len(CHECKPOINTS))
+def _picked(stop: int) -> Callable[[Sequence[BlockKey]], tuple[BlockKey, ...]]:
+    """Return what picks the first ``stop`` checkpoints of a sequence, in one call: 1 us for 84 of them."""
+    return itemgetter(*[depth - 1 for depth in CHECKPOINTS[:stop]])
 
 
 class BranchTree:

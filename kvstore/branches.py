@@ -1,7 +1,7 @@
 """Branches: which prefixes are hot: a sample of a store's lookups, as one prefix tree per namespace.
 
 Cost. The way of a lookup only counts down to the next one that is sampled; of that, the checkpoints are
-queued, and a task some times a second takes them into the tree. At most some hundred a second are: while
+queued, and a task some times a second takes them into the tree. At most some dozens a second are: while
 there are fewer lookups every one is, beyond that each sample stands for as many as were passed over. A fetch
 in pieces is sampled as a whole. Measured: benchmarks/branches.py.
 
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BRANCHES = 1024
 MAX_NAMESPACES = 64
-MAX_SAMPLES_PER_S = 200
-"""Samples that are aimed at while there are more lookups: each takes the loop some 10 to 20 us."""
+MAX_SAMPLES_PER_S = 50
+"""Samples that are aimed at while there are more lookups: each takes the loop some 6 us."""
 
 _MAX_QUEUED = 1024
 _MAX_PIECES = 512
@@ -46,7 +46,7 @@ class _End:
     node: Branch | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Sampled:
     """A lookup on its way into the tree of its namespace. ``origin``: where the piece before it ended."""
 
