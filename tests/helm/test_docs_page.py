@@ -3,11 +3,14 @@
 import itertools
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
+import yaml
 
 from kvstore.cli import COMMANDS
-from tests.helm.chart import CHART, chart, helm, render
+from tests.helm.chart import CHART, chart, helm, pod_specs, render
 
 PAGE = CHART.parents[1] / "docs" / "kubernetes.md"
 if not PAGE.exists():
@@ -16,7 +19,8 @@ TEXT = PAGE.read_text()
 
 
 def command_lines():
-    blocks = re.findall(r"^```\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    blocks = [block for language, block in found if not language]
     return [shlex.split(line) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
 
 
@@ -26,6 +30,22 @@ def test_the_helm_commands_give_values_that_the_chart_takes(words):
 
     assert given or words[1] == "install"
     assert render(helm.parse_set_string(",".join(given)))
+
+
+def test_the_example_of_an_engine_runs_on_a_gpu_with_the_options_that_the_engine_has():
+    (example,) = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    given = yaml.safe_load(example)
+
+    containers = pod_specs(render(given))["Deployment/demo-kvstore-replica"]["containers"]
+    (engine,) = [at for at in containers if at["image"].endswith("-cuda")]
+    command, *options = [word for word in engine["command"] + engine["args"] if word != "kvstore"]
+    known = subprocess.run(
+        [sys.executable, "-m", "kvstore.cli", command, "--help"], capture_output=True, text=True, check=True
+    ).stdout
+
+    assert engine["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert engine["securityContext"]["runAsNonRoot"]
+    assert [word for word in options if word.startswith("--") and word not in known] == []
 
 
 def test_every_value_that_it_names_exists():
