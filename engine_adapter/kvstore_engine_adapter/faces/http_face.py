@@ -11,6 +11,7 @@ from aiohttp.typedefs import Handler, Middleware
 from kvstore.errors import KVStoreError
 from kvstore.gate import Gate
 from kvstore.http.counters import HttpCounters
+from kvstore.http.spans import served_request
 from kvstore_engine_adapter.faces.api_error import ApiError, api_error
 from kvstore_engine_adapter.faces.callers import Callers
 from kvstore_engine_adapter.faces.chat import ChatRoute
@@ -31,6 +32,9 @@ from kvstore_engine_adapter.tokenizer import ModelTokenizer
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 4 << 20
+
+_UNTRACED = ("/health", "/healthz", "/stats")
+"""What machines ask for all the time; an engine's work is in the others."""
 
 _PROMPT_PARAMS = {
     "/v1/chat/completions": "messages",
@@ -95,7 +99,13 @@ class HttpFace:
             self._callers.admit(request)
             if on_admitted is not None:
                 on_admitted(request)
-            return await handler(request)
+            resource = request.match_info.route.resource
+            if resource is None or resource.canonical in _UNTRACED:
+                return await handler(request)
+            with served_request(request, resource.canonical) as served:
+                answer = await handler(request)
+                served.note_status(answer.status)
+                return answer
 
         app = web.Application(
             client_max_size=max_body_bytes,

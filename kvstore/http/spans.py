@@ -1,0 +1,40 @@
+"""Spans of requests over HTTP: one for each that was admitted, named after its method and route."""
+
+import contextlib
+from collections.abc import Iterator
+
+from aiohttp import web
+
+from kvstore import tracing
+from kvstore.tracing import TRACE_HEADER, Attribute, Span, SpanKind, TraceContext
+
+_FAILED = 500
+
+
+class ServedRequest:
+    """The span of one request while it is answered, if it has one."""
+
+    def __init__(self, span: Span | None) -> None:
+        self._span = span
+
+    def note_status(self, status: int, error: str = "") -> None:
+        """Say what it was answered with; ``error`` is the code of an error."""
+        if self._span is None:
+            return
+        self._span.set(Attribute.HTTP_STATUS, status)
+        self._span.has_outcome = True
+        if status >= _FAILED:
+            self._span.note_error(error or str(status))
+
+
+@contextlib.contextmanager
+def served_request(request: web.BaseRequest, route: str) -> Iterator[ServedRequest]:
+    """Answer a request inside the block in a span of its own, below that which its ``traceparent`` names."""
+    span = tracing.begin_served(
+        f"{request.method} {route}",
+        SpanKind.SERVER,
+        {Attribute.HTTP_METHOD: request.method, Attribute.HTTP_ROUTE: route},
+        parent=TraceContext.of_header(request.headers.get(TRACE_HEADER)),
+    )
+    with span or contextlib.nullcontext():
+        yield ServedRequest(span)
