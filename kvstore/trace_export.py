@@ -1,8 +1,8 @@
 """Trace export: has the spans of this process sent to an OTLP collector, as the OTEL_ variables say.
 
 Loaded only where these ask for it, since it needs OpenTelemetry's SDK. Spans wait in a bounded queue for a
-thread that sends them in batches; what does not fit is dropped and counted, and so is what a collector does not
-take. No request waits for any of it, and the end of the process waits two seconds at most.
+thread that sends them in batches; what does not fit is dropped and counted, and so is what a collector does
+not take. No request waits for any of it, and the end of the process waits two seconds at most.
 """
 
 import logging

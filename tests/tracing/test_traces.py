@@ -134,7 +134,7 @@ def wait_until(is_true, patience_s=60.0):
 
 
 def test_the_remote_tier_shows_as_redis(tmp_path):
-    with RedisServer() as redis, Collector() as collector:
+    with RedisServer(tmp_path / "redis") as redis, Collector() as collector:
         store = StoreProcess(tmp_path, settings(tmp_path, redis_url=redis.url))
         store.start(environ=collector.environ)
         try:

@@ -52,13 +52,15 @@ async def use_async(address, first):
 
 def main():
     address, what, first = sys.argv[1:]
-    with tracing(trace_settings(), service="client"):
-        with trace.get_tracer("test").start_as_current_span("the whole") as span:
-            if what == "sync":
-                use(address, int(first))
-            else:
-                asyncio.run(use_async(address, int(first)))
-            print(f"{span.get_span_context().trace_id:032x}")
+    with (
+        tracing(trace_settings(), service="client"),
+        trace.get_tracer("test").start_as_current_span("the whole") as span,
+    ):
+        if what == "sync":
+            use(address, int(first))
+        else:
+            asyncio.run(use_async(address, int(first)))
+        sys.stdout.write(f"{span.get_span_context().trace_id:032x}")
 
 
 if __name__ == "__main__":
