@@ -133,8 +133,18 @@ def wait_until(is_true, patience_s=60.0):
         time.sleep(0.05)
 
 
-def test_the_remote_tier_shows_as_redis(tmp_path):
-    with RedisServer(tmp_path / "redis") as redis, Collector() as collector:
+@pytest.fixture
+def redis(tmp_path):
+    folder = tmp_path / "redis"
+    folder.mkdir()
+    server = RedisServer(folder)
+    server.start()
+    yield server
+    server.stop()
+
+
+def test_the_remote_tier_shows_as_redis(tmp_path, redis):
+    with Collector() as collector:
         store = StoreProcess(tmp_path, settings(tmp_path, redis_url=redis.url))
         store.start(environ=collector.environ)
         try:
