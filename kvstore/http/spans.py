@@ -9,6 +9,8 @@ from kvstore import tracing
 from kvstore.tracing import TRACE_HEADER, Attribute, Span, SpanKind, TraceContext
 
 _FAILED = 500
+_ASKED_AGAIN_AND_AGAIN = frozenset({"/metrics", "/health", "/healthz", "/stats"})
+"""Routes that machines ask for all the time: no trace begins with them, an engine's or the store's."""
 
 
 class ServedRequest:
@@ -30,11 +32,15 @@ class ServedRequest:
 @contextlib.contextmanager
 def served_request(request: web.BaseRequest, route: str) -> Iterator[ServedRequest]:
     """Answer a request inside the block in a span of its own, below that which its ``traceparent`` names."""
+    parent = TraceContext.of_header(request.headers.get(TRACE_HEADER))
+    if parent is None and route in _ASKED_AGAIN_AND_AGAIN:
+        yield ServedRequest(None)
+        return
     span = tracing.begin_served(
         f"{request.method} {route}",
         SpanKind.SERVER,
         {Attribute.HTTP_METHOD: request.method, Attribute.HTTP_ROUTE: route},
-        parent=TraceContext.of_header(request.headers.get(TRACE_HEADER)),
+        parent=parent,
     )
     with span or contextlib.nullcontext():
         yield ServedRequest(span)

@@ -33,9 +33,6 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 4 << 20
 
-_UNTRACED = ("/health", "/healthz", "/stats")
-"""What machines ask for all the time; an engine's work is in the others."""
-
 _PROMPT_PARAMS = {
     "/v1/chat/completions": "messages",
     "/v1/completions": "prompt",
@@ -100,9 +97,7 @@ class HttpFace:
             if on_admitted is not None:
                 on_admitted(request)
             resource = request.match_info.route.resource
-            if resource is None or resource.canonical in _UNTRACED:
-                return await handler(request)
-            with served_request(request, resource.canonical) as served:
+            with served_request(request, "" if resource is None else resource.canonical) as served:
                 answer = await handler(request)
                 served.note_status(answer.status)
                 return answer
