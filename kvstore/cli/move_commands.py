@@ -34,8 +34,8 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "flush",
         help="wait until what was put is written to the tiers below",
         description="Wait until the blocks put so far are written to the tiers below memory, as before a"
-        " restart; under write_mode back too. The store goes on serving, and takes more blocks. What a tier that is"
-        " down does not take is dropped and counted,"
+        " restart; under write_mode back too. The store goes on serving, and takes more blocks. What a tier"
+        " that is down does not take is dropped and counted,"
         " not waited for. Exit status: 0 done, 1 not in time, 2 usage, 3 no server.",
     )
     add_quiet_argument(flush)
