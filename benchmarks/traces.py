@@ -2,8 +2,8 @@
 
 Each client is a process of its own; calls of the traced ones begin a trace each, which is sampled or not, and
 spans of client and store go to a collector in this process. Rounds of the same calls alternate between them,
-in changing order. Printed are medians of the time of a call, the median over rounds of its ratio to no traces,
-and the ratio of CPU time of client and store together.
+in changing order. Printed are medians of the time of a call, the median over rounds of its ratio to that
+without traces, and the ratio of CPU time of client and store together.
 """
 
 import argparse
