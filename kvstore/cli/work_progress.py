@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
+from kvstore.calls import MALFORMED
 from kvstore.cli.store_address import connected
 from kvstore.errors import KVStoreError
 from kvstore.progress import ProgressBar
@@ -81,10 +82,8 @@ def _watch(args: argparse.Namespace, label: str, read: Reading, is_over: threadi
         return
     lines = ProgressLines(label)
     try:
-        with (
-            contextlib.suppress(KVStoreError),
-            connected(args) as client,
-        ):  # the command itself says what is wrong
+        # The command itself says what is wrong.
+        with contextlib.suppress(KVStoreError, *MALFORMED), connected(args) as client:
             while not is_over.is_set():
                 lines.show(*read(client.stats()))
                 is_over.wait(_LOOK_S)
@@ -98,9 +97,9 @@ class Checked:
     def __init__(self, before: Stats, sample_blocks: int) -> None:
         self._before = before.get("checked_blocks", 0)
         self._total = sum(
-            min(tier["blocks"], sample_blocks)
-            for tier in before["tiers"].values()
-            if tier["medium"] != "remote"
+            min(tier.get("blocks", 0), sample_blocks)
+            for tier in before.get("tiers", {}).values()
+            if tier.get("medium") != "remote"
         )
 
     def __call__(self, stats: Stats) -> tuple[float, float]:
