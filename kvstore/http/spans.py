@@ -9,6 +9,10 @@ from kvstore import tracing
 from kvstore.tracing import TRACE_HEADER, Attribute, Span, SpanKind, TraceContext
 
 _FAILED = 500
+_METHODS = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE"})
+_OTHER = "_OTHER"
+"""What OpenTelemetry's conventions call any other method: a client may send any word."""
+
 _ASKED_AGAIN_AND_AGAIN = frozenset({"/metrics", "/health", "/healthz", "/stats"})
 """Routes that machines ask for all the time: no trace begins with them, an engine's or the store's."""
 
@@ -31,16 +35,19 @@ class ServedRequest:
 
 @contextlib.contextmanager
 def served_request(request: web.BaseRequest, route: str) -> Iterator[ServedRequest]:
-    """Answer a request inside the block in a span of its own, below that which its ``traceparent`` names."""
+    """Answer a request inside the block in a span of its own, below that which its ``traceparent`` names.
+
+    ``route`` is empty where there is none.
+    """
     parent = TraceContext.of_header(request.headers.get(TRACE_HEADER))
     if parent is None and route in _ASKED_AGAIN_AND_AGAIN:
         yield ServedRequest(None)
         return
-    span = tracing.begin_served(
-        f"{request.method} {route}",
-        SpanKind.SERVER,
-        {Attribute.HTTP_METHOD: request.method, Attribute.HTTP_ROUTE: route},
-        parent=parent,
-    )
+    method = request.method if request.method in _METHODS else _OTHER
+    attributes: dict[Attribute, tracing.Value] = {Attribute.HTTP_METHOD: method}
+    if route:
+        attributes[Attribute.HTTP_ROUTE] = route
+    name = f"{'HTTP' if method == _OTHER else method} {route}".rstrip()
+    span = tracing.begin_served(name, SpanKind.SERVER, attributes, parent=parent)
     with span or contextlib.nullcontext():
         yield ServedRequest(span)
