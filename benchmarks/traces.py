@@ -1,9 +1,10 @@
-"""What traces cost: stores with a client each, which trace nothing, or a share of the calls.
+"""What traces cost: stores with a client each, which trace nothing, or a share of the requests.
 
-Each client is a process of its own; calls of the traced ones begin a trace each, which is sampled or not, and
-spans of client and store go to a collector in this process. Rounds of the same calls alternate between them,
-in changing order. Printed are medians of the time of a call, the median over rounds of its ratio to that
-without traces, and the ratio of CPU time of client and store together.
+Each client is a process of its own. A request is what an engine asks of a store for one prompt: match, put
+and fetch_into of 16 blocks of 64 KiB. Those of the traced clients begin a trace each, which is sampled or not,
+and spans of client and store go to a collector in this process. Rounds of the same requests alternate between
+them, in changing order. Printed are medians of the time of a request, the median over rounds of its ratio to
+that without traces, and the ratio of CPU time of client and store together.
 """
 
 import argparse
@@ -29,7 +30,6 @@ from kvstore.trace_start import tracing
 
 MIB = 1 << 20
 BLOCK_BYTES, BATCH, CHAINS = 64 << 10, 16, 64
-OPS = ("match", "put", "fetch_into")
 PATIENT = Timeouts(match_s=30, fetch_s=30, put_s=30, control_s=30)
 _TICKS_PER_S = 100
 
@@ -58,7 +58,7 @@ def cpu_s(pid: int) -> float:
 
 
 def serve_calls(address: str) -> None:
-    """Be a client: for each line with an operation's name call it over all chains, and tell the seconds."""
+    """Be a client: for each line make a request about each chain, and tell the seconds of one."""
     space = Namespace("traces", KVLayout.opaque(block_bytes=BLOCK_BYTES, block_tokens=16))
     chains = [space.chain([number] * 16 * BATCH) for number in range(CHAINS)]
     payload = np.random.default_rng(1).integers(0, 256, BLOCK_BYTES * BATCH, np.uint8)
@@ -78,22 +78,16 @@ def serve_calls(address: str) -> None:
             def begin():
                 return tracer.start_as_current_span("call")
 
-        for line in sys.stdin:
-            op, repeats = line.split()
+        for _ in sys.stdin:
             began_s = time.perf_counter()
-            for _ in range(int(repeats)):
-                for chain in chains:
-                    with begin():
-                        if op == "match":
-                            store.match(chain)
-                        elif op == "put":
-                            store.put(chain, payload)
-                        else:
-                            store.fetch_into(chain, into)
-            took_s = (time.perf_counter() - began_s) / (CHAINS * int(repeats))
-            if op == "fetch_into":
-                for chain in chains:
-                    store.drop(chain)
+            for chain in chains:
+                with begin():
+                    store.match(chain)
+                    store.put(chain, payload)
+                    store.fetch_into(chain, into)
+            took_s = (time.perf_counter() - began_s) / CHAINS
+            for chain in chains:
+                store.drop(chain)
             print(took_s, flush=True)
 
 
@@ -118,14 +112,14 @@ class Side:
             env={**os.environ, **more},
         )
 
-    def call(self, op: str, repeats: int) -> tuple[float, float]:
-        """Return wall seconds of a call, and CPU seconds that a call took of client and store."""
+    def round(self) -> tuple[float, float]:
+        """Return wall seconds of a request, and CPU seconds that one took of client and store."""
         pids = (self.client.pid, self.store.process.pid)
         before_s = sum(map(cpu_s, pids))
-        self.client.stdin.write(f"{op} {repeats}\n")
+        self.client.stdin.write("\n")
         self.client.stdin.flush()
         wall_s = float(self.client.stdout.readline())
-        return wall_s, (sum(map(cpu_s, pids)) - before_s) / (CHAINS * repeats)
+        return wall_s, (sum(map(cpu_s, pids)) - before_s) / CHAINS
 
     def close(self) -> None:
         """End it."""
@@ -135,8 +129,8 @@ class Side:
 
 
 def measure(rounds: int, shares: list[str]) -> list[dict[str, object]]:
-    """Return one row for each operation and share."""
-    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    """Return one row for each share."""
+    found: dict[str, list[tuple[float, float]]] = {}
     server = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     endpoint = f"http://127.0.0.1:{server.server_address[1]}"
@@ -149,25 +143,21 @@ def measure(rounds: int, shares: list[str]) -> list[dict[str, object]]:
             for number in range(rounds + 1):
                 order = list(sides) if number % 2 else list(sides)[::-1]
                 for share in order:
-                    for op in ("put", "match", "fetch_into"):
-                        taken = sides[share].call(op, 20 if op == "match" else 1)
-                        if number:
-                            found.setdefault((op, share), []).append(taken)
+                    taken = sides[share].round()
+                    if number:
+                        found.setdefault(share, []).append(taken)
         finally:
             for side in sides.values():
                 side.close()
             server.shutdown()
-    return [_row(op, share, found[op, "0"], found[op, share]) for op in OPS for share in ("0", *shares)]
+    return [_row(share, found["0"], found[share]) for share in ("0", *shares)]
 
 
-def _row(
-    op: str, share: str, off: list[tuple[float, float]], on: list[tuple[float, float]]
-) -> dict[str, object]:
+def _row(share: str, off: list[tuple[float, float]], on: list[tuple[float, float]]) -> dict[str, object]:
     wall = statistics.median(a[0] / b[0] for a, b in zip(on, off, strict=True))
     return {
-        "op": op,
         "sampled": share,
-        "call_us": round(1e6 * statistics.median(wall_s for wall_s, _ in on), 1),
+        "request_us": round(1e6 * statistics.median(wall_s for wall_s, _ in on), 1),
         "wall_ratio": round(wall, 3),
         "cpu_ratio": round(sum(cpu for _, cpu in on) / max(sum(cpu for _, cpu in off), 1e-9), 3),
     }
@@ -177,7 +167,9 @@ def main() -> None:
     """Print a table, or with ``--json`` one object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--shares", nargs="+", default=["0.01"], help="shares of the calls that are traced")
+    parser.add_argument(
+        "--shares", nargs="+", default=["0.01"], help="shares of the requests that are traced"
+    )
     parser.add_argument("--client", metavar="ADDRESS", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -190,7 +182,7 @@ def main() -> None:
         return
     for row in rows:
         print(
-            f"{row['op']:11} traced {row['sampled']:>5}: {row['call_us']:>8} us a call,"
+            f"traced {row['sampled']:>5}: {row['request_us']:>8} us a request,"
             f" {row['wall_ratio']:.3f} of the time without, {row['cpu_ratio']:.3f} of the CPU time"
         )
 
