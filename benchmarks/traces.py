@@ -1,7 +1,7 @@
 """What traces cost: stores with a client each, which trace nothing, or a share of the requests.
 
 Each client is a process of its own. A request is what an engine asks of a store for one prompt: match, put
-and fetch_into of 16 blocks of 64 KiB. Those of the traced clients begin a trace each, which is sampled or not,
+and fetch_into of 16 blocks of 64 KiB. Those of traced clients begin a trace each, which is sampled or not,
 and spans of client and store go to a collector in this process. Rounds of the same requests alternate between
 them, in changing order. Printed are medians of the time of a request, the median over rounds of its ratio to
 that without traces, and the ratio of CPU time of client and store together.
