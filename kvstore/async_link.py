@@ -20,6 +20,8 @@ from kvstore.keys import NamespaceDigest
 from kvstore.lending import giving_back
 from kvstore.link import accept_greeting, close_all, greeting, receive_greeting
 from kvstore.messages import Answer, Request, Welcome, decode_answer, encode_message
+from kvstore.traced_calls import begin_call, note_answer
+from kvstore.tracing import TraceContext
 from kvstore.wire import Frame, FrameDecoder
 
 _SILENCE_S = 1.0
@@ -34,8 +36,11 @@ class _Waiting(NamedTuple):
 class AsyncLink(asyncio.BufferedProtocol):
     """A greeted connection on one event loop."""
 
-    def __init__(self, sock: socket.socket, welcome: Welcome, arena: MappedArena | None) -> None:
+    def __init__(
+        self, sock: socket.socket, welcome: Welcome, arena: MappedArena | None, takes_traces: bool = False
+    ) -> None:
         self._sock = sock
+        self._takes_traces = takes_traces
         self.welcome = welcome
         self.arena = arena
         self.opened: set[NamespaceDigest] = set()
@@ -123,10 +128,19 @@ class AsyncLink(asyncio.BufferedProtocol):
             ServerUnavailable: the server went away (TimedOut: no answer in time).
             ProtocolMismatch: the server broke the protocol.
         """
+        span = begin_call(request) if self._takes_traces else None
+        if span is None:
+            return await self._ask(request, deadline_s, None)
+        with span:
+            answer = await self._ask(request, deadline_s, span.context)
+            note_answer(span, answer)
+            return answer
+
+    async def _ask(self, request: Request, deadline_s: float, trace: TraceContext | None) -> Answer:
         loop = asyncio.get_running_loop()
         request_id = self._next_id
         self._next_id += 1
-        data = encode_message(request, request_id)
+        data = encode_message(request, request_id, trace=trace)
         await self._take_room(deadline_s)
         transport = self._transport
         if transport is None or transport.is_closing():
@@ -220,7 +234,7 @@ def _retrieve(answer: "asyncio.Future[Answer]") -> None:
 
 async def _greet(
     sock: socket.socket, arenas: ArenaCache, *, is_read_only: bool
-) -> tuple[Welcome, MappedArena | None]:
+) -> tuple[Welcome, MappedArena | None, bool]:
     loop = asyncio.get_running_loop()
     decoder, fds = FrameDecoder(), array.array("i")
     try:

@@ -37,9 +37,19 @@ API_KEY_VARIABLE = "KVSTORE_API_KEY"
 TLS_FOLDER_VARIABLE = "KVSTORE_TLS_FOLDER"
 """Environment variable: folder of the certificates that client commands use over HTTPS."""
 
+_OTLP = "OTEL_EXPORTER_OTLP"
+_MIN_QUEUE_SPANS, _MAX_QUEUE_SPANS = 512, 1 << 20
 _FILE_MAX_BYTES = 1 << 20
 
 _S = TypeVar("_S", bound="SectionConfig")
+
+
+@dataclass(frozen=True)
+class TraceSettings:
+    """How traces leave a process that is asked for them; at most ``queue_spans`` spans wait."""
+
+    protocol: str = "http/protobuf"
+    queue_spans: int = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +190,22 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the folder for what can be fetched again: $XDG_CACHE_HOME/kvstore or ~/.cache/kvstore."""
     base = environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "kvstore"
+
+
+def trace_settings(environ: Mapping[str, str] = os.environ) -> TraceSettings | None:
+    """Return what OpenTelemetry's variables say of traces; None: nothing asks for any, or they are off.
+
+    An OTLP endpoint, or OTEL_TRACES_EXPORTER=otlp, asks for them. What else there is, the SDK reads itself.
+    """
+    exporter = environ.get("OTEL_TRACES_EXPORTER", "").strip().lower()
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or exporter not in ("", "otlp"):
+        return None
+    if not (exporter or environ.get(f"{_OTLP}_ENDPOINT") or environ.get(f"{_OTLP}_TRACES_ENDPOINT")):
+        return None
+    protocol = environ.get(f"{_OTLP}_TRACES_PROTOCOL") or environ.get(f"{_OTLP}_PROTOCOL") or "http/protobuf"
+    queue_spans = environ.get("OTEL_BSP_MAX_QUEUE_SIZE", "")
+    is_size = queue_spans.isdecimal() and _MIN_QUEUE_SPANS <= int(queue_spans[:9]) <= _MAX_QUEUE_SPANS
+    return TraceSettings(protocol, int(queue_spans) if is_size else TraceSettings.queue_spans)
 
 
 def _tables(tree: Mapping[str, object], source: str) -> dict[str, Mapping[str, object]]:

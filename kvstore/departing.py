@@ -90,20 +90,31 @@ class Departure:
         return num_left
 
     async def drain(self, *, timeout_s: float) -> int:
-        """Take no more blocks, and write down what only the top tier has; returns how many are left over."""
+        """Write down what only the top tier has; returns how many are left over."""
+        num_left, _ = await self._write_down(timeout_s)
+        return num_left
+
+    async def flush(self, *, timeout_s: float) -> bool:
+        """Write down what is queued, and under ``back`` what would be only later; False if time ran out."""
+        if self._state.settings.write_mode is not WriteMode.BACK:
+            return await self._mover.flush(timeout_s=timeout_s)
+        _, is_done = await self._write_down(timeout_s)
+        return is_done
+
+    async def _write_down(self, timeout_s: float) -> tuple[int, bool]:
         state = self._state
         deadline_s = state.clock() + timeout_s
         if not state.lower or state.settings.write_mode is WriteMode.SECOND_HIT:
-            await self._mover.flush(timeout_s=timeout_s)
-            return 0
+            return 0, await self._mover.flush(timeout_s=timeout_s)
         # One pass: in a tier below that is smaller, the last of them push out the first again.
         alone = [entry for entry in state.directory.entries() if self._is_only_on_top(entry)]
-        step = state.settings.write_queue_blocks
+        step, is_done = state.settings.write_queue_blocks, True
         for start in range(0, max(1, len(alone)), step):
             self._mover.write_through(alone[start : start + step])
-            if not await self._mover.flush(timeout_s=max(0.0, deadline_s - state.clock())):
+            is_done = await self._mover.flush(timeout_s=max(0.0, deadline_s - state.clock()))
+            if not is_done:
                 break
-        return sum(self._is_only_on_top(entry) for entry in alone)
+        return sum(self._is_only_on_top(entry) for entry in alone), is_done
 
     def _is_only_on_top(self, entry: BlockEntry) -> bool:
         is_there = entry.is_ready(self._state.top.name) and not entry.shelf.is_stale

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 from typing import TypeVar
 
@@ -196,7 +197,7 @@ class AsyncHttpKVStore(AsyncKVStore):
         try:
             if self._is_closed:
                 return self._caller.missed(call, ServerUnavailable("client: it was closed meanwhile"))
-            running = asyncio.get_running_loop().run_in_executor(self._threads, work)
+            running = asyncio.get_running_loop().run_in_executor(self._threads, copy_context().run, work)
             return await outlast(running, when_cancelled=abandon)
         finally:
             free_threads.release()

@@ -20,8 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
+from kvstore import tracing
 from kvstore.errors import InvalidConfig, ProtocolMismatch, ServerUnavailable, TimedOut
 from kvstore.server_address import HttpAddress
+from kvstore.tracing import TRACE_HEADER, Attribute, SpanKind
 
 Piece: TypeAlias = "bytes | memoryview"
 """A piece of a request's body, sent in place."""
@@ -171,6 +173,26 @@ class HttpLink:
             TimedOut: there was no answer in time.
             ProtocolMismatch: what came is no HTTP.
         """
+        span = tracing.begin(
+            request.method,
+            SpanKind.CLIENT,
+            {
+                Attribute.HTTP_METHOD: request.method,
+                Attribute.SERVER_ADDRESS: self._address.host,
+                Attribute.SERVER_PORT: self._address.port,
+            },
+        )
+        if span is None:
+            return self._ask_anew(request, headers, deadline_s)
+        with span:
+            traced = {**headers, TRACE_HEADER: span.context.header()}
+            answer = self._ask_anew(request, traced, deadline_s)
+            span.set(Attribute.HTTP_STATUS, answer.status)
+            if answer.is_error:
+                span.note_error(str(answer.status))
+            return answer
+
+    def _ask_anew(self, request: HttpRequest, headers: Mapping[str, str], deadline_s: float) -> HttpAnswer:
         was_used = self.is_connected
         try:
             return self._ask(request, headers, deadline_s)

@@ -102,6 +102,7 @@ async def check_top_copies(state: State, entries: Sequence[BlockEntry]) -> list[
     """Compare READY copies in the top tier with their checksums; damaged ones are dropped and reported."""
     problems: list[str] = []
     for entry in entries:
+        state.counters.checked_blocks += 1
         copy = entry.copies.get(state.top.name)
         if copy is None or copy.slot is None or copy.checksum is None or copy.state is not CopyState.READY:
             continue
@@ -120,6 +121,7 @@ async def _check_lower_sample(state: State, tier: Tier, sample_blocks: int) -> l
     stored = [entry for entry in state.directory.entries() if entry.is_ready(tier.name)]
     problems: list[str] = []
     for entry in stored[:sample_blocks]:
+        state.counters.checked_blocks += 1
         if not entry.is_ready(tier.name):
             continue
         buffer = _aligned_buffer(entry.length_bytes)

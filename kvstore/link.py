@@ -27,7 +27,9 @@ from kvstore.messages import (
     decode_answer,
     encode_message,
 )
-from kvstore.wire import Frame, FrameDecoder
+from kvstore.traced_calls import begin_call, note_answer
+from kvstore.tracing import TraceContext
+from kvstore.wire import TAKES_TRACES, Frame, FrameDecoder
 
 Dial = Callable[[float], socket.socket]
 """Makes a connected stream socket before an instant of ``time.monotonic()``, or raises ServerUnavailable."""
@@ -36,7 +38,6 @@ _TELL_PATIENCE_S = 0.005
 _AWAKE_S = 100e-6
 """How long an answer is waited for without going to sleep, if the one before it came as soon."""
 
-_GREETING_ID = 0
 _PEER = struct.Struct("3i")
 _ARENA_DESCRIPTORS = 2
 
@@ -63,12 +64,15 @@ def unix_dial(path: Path) -> Dial:
 class Link:
     """A greeted connection. Not thread-safe: one call uses it at a time."""
 
-    def __init__(self, sock: socket.socket, welcome: Welcome, arena: MappedArena | None) -> None:
+    def __init__(
+        self, sock: socket.socket, welcome: Welcome, arena: MappedArena | None, takes_traces: bool = False
+    ) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._readable = _poll(sock, select.POLLIN)
         self._decoder = FrameDecoder()
-        self._next_id = _GREETING_ID + 1
+        self._takes_traces = takes_traces
+        self._next_id = 1
         self._is_clean = True
         self._answers_soon = False
         # In our own process the server needs the interpreter that waiting awake would take from it.
@@ -123,9 +127,18 @@ class Link:
             ServerUnavailable: the server went away (TimedOut: no answer in time, or no time to send).
             ProtocolMismatch: the answer is malformed or belongs to another request.
         """
+        span = begin_call(request) if self._takes_traces else None
+        if span is None:
+            return self._ask(request, deadline_s, None)
+        with span:
+            answer = self._ask(request, deadline_s, span.context)
+            note_answer(span, answer)
+            return answer
+
+    def _ask(self, request: Request, deadline_s: float, trace: TraceContext | None) -> Answer:
         request_id = self._next_id
         self._next_id += 1
-        data = encode_message(request, request_id)
+        data = encode_message(request, request_id, trace=trace)
         if time.monotonic() >= deadline_s:
             raise TimedOut(f"client: no time is left to send {type(request).__name__}")
         self._is_clean = False
@@ -241,8 +254,10 @@ def receive_greeting(sock: socket.socket, decoder: FrameDecoder, fds: "array.arr
 
 def accept_greeting(
     frame: Frame, decoder: FrameDecoder, fds: "array.array[int]", arenas: ArenaCache
-) -> tuple[Welcome, MappedArena | None]:
+) -> tuple[Welcome, MappedArena | None, bool]:
     """Check the answer to Hello and map the arena. Takes over the descriptors in ``fds``.
+
+    Returns too whether the server takes traced requests.
 
     Raises:
         ServerUnavailable: the server refuses this client: it is full, stopping, or another user's.
@@ -251,21 +266,22 @@ def accept_greeting(
     answer = decode_answer(frame)
     if isinstance(answer, Failed):
         raise answer.to_error()
-    if not isinstance(answer, Welcome) or frame.request_id != _GREETING_ID or decoder.pending_bytes:
+    takes_traces = frame.request_id == TAKES_TRACES
+    if not isinstance(answer, Welcome) or frame.request_id > TAKES_TRACES or decoder.pending_bytes:
         raise ProtocolMismatch(f"greeting: answered by {type(answer).__name__}")
     if not answer.arena_bytes:
-        return answer, None
+        return answer, None, takes_traces
     if not fds:
         raise ProtocolMismatch("greeting: the arena's descriptor did not come with it")
     taken = list(fds)
     del fds[:]
-    return answer, arenas.adopt(answer.instance, taken, answer.arena_bytes)
+    return answer, arenas.adopt(answer.instance, taken, answer.arena_bytes), takes_traces
 
 
 def greeting(*, is_read_only: bool = False) -> bytes:
     """Return the first frame a client sends."""
     hello = HelloReader(os.getpid()) if is_read_only else Hello(os.getpid())
-    return encode_message(hello, _GREETING_ID)
+    return encode_message(hello, TAKES_TRACES)
 
 
 def close_all(fds: "array.array[int]") -> None:
@@ -276,8 +292,8 @@ def close_all(fds: "array.array[int]") -> None:
 
 def greet(
     sock: socket.socket, arenas: ArenaCache, deadline_s: float, *, is_read_only: bool
-) -> tuple[Welcome, MappedArena | None]:
-    """Greet the server on a connected blocking socket, and map its arena.
+) -> tuple[Welcome, MappedArena | None, bool]:
+    """Greet the server on a connected blocking socket, and map its arena; also: whether it takes traces.
 
     Raises:
         ServerUnavailable: nobody answers (TimedOut: not in time).

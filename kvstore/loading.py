@@ -7,6 +7,7 @@ the background for later use.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,8 @@ from kvstore.miss import MissReason
 from kvstore.space import Space
 from kvstore.state import State
 from kvstore.tier import BlockId, Probe, ReadOutcome, ReadStatus, Slot, Tier
+from kvstore.tier_spans import Operation, begin_asking
+from kvstore.tracing import Attribute, Span, current
 
 WriteThrough = Callable[..., None]
 """`Mover.write_through`."""
@@ -69,6 +72,7 @@ class Loader:
         self._space = space
         self._write_through = write_through
         self._tasks: set[asyncio.Task[None]] = set()
+        self._spans: dict[BlockEntry, Span] = {}
         self._damage = LimitedWarning(logger, clock=state.clock)
 
     async def stop(self, *, timeout_s: float) -> bool:
@@ -111,11 +115,12 @@ class Loader:
         # A little sooner than we stop waiting: what some of its servers said by then is not lost.
         now_s = self._state.clock()
         its_deadline_s = now_s + _PROBE_SHARE * (deadline_s - now_s)
-        probe = asyncio.create_task(tier.probe(blocks, deadline_s=its_deadline_s))
-        try:
-            await asyncio.wait([probe], timeout=max(0.0, deadline_s - self._state.clock()))
-        finally:
-            probe.cancel()
+        with begin_asking(tier, Operation.PROBE, blocks=len(blocks)) or contextlib.nullcontext():
+            probe = asyncio.create_task(tier.probe(blocks, deadline_s=its_deadline_s))
+            try:
+                await asyncio.wait([probe], timeout=max(0.0, deadline_s - self._state.clock()))
+            finally:
+                probe.cancel()
         if not probe.done() or probe.cancelled():
             return Probe(nothing, MissReason.TIMED_OUT)
         if probe.exception() is not None:
@@ -165,6 +170,8 @@ class Loader:
             )
         loads = [item.entry.loading for item in located]
         waiting = [load for load in loads if load is not None]
+        if self._spans:
+            self._link_spans([item.entry for item in located])
         if waiting:
             await asyncio.wait(waiting, timeout=max(0.0, deadline_s - state.clock()))
         for index, (item, load) in enumerate(zip(located, loads, strict=True)):
@@ -176,6 +183,13 @@ class Loader:
                 return index, MissReason.NO_ROOM if within == len(wanted) else MissReason.QUOTA
             return index, _miss_reason(load.result()) if load.done() else MissReason.TIMED_OUT
         return len(located), None if len(located) == num_asked else MissReason.NO_ROOM
+
+    def _link_spans(self, entries: Sequence[BlockEntry]) -> None:
+        """Note in the spans of loads under way that the present request waits for them too."""
+        waiting = current()
+        if waiting is not None:
+            for span in {self._spans[entry] for entry in entries if entry in self._spans}:
+                span.serve(waiting)
 
     def _needs_load(self, entry: BlockEntry) -> bool:
         # A damaged top copy that somebody still leases keeps its slot, and the block from being loaded.
@@ -253,13 +267,35 @@ class Loader:
         for batch in by_source.values():
             for start in range(0, len(batch), state.settings.load_batch_blocks):
                 part = batch[start : start + state.settings.load_batch_blocks]
-                task = asyncio.create_task(self._run_load(shelf, part, patience_s))
+                source = part[0][0].source
+                assert source is not None, "a block that needs a load has no source"
+                span = begin_asking(source, Operation.READ, blocks=len(part), length_bytes=shelf.length_bytes)
+                if span is not None:
+                    self._spans |= {item.entry: span for item, _ in part}
+                task = asyncio.create_task(self._run_load_in(span, shelf, part, patience_s))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
         return {item.entry for batch in by_source.values() for item, _ in batch}
 
-    async def _run_load(self, shelf: Shelf, batch: list[tuple[Located, Slot]], deadline_s: float) -> None:
-        """Read one batch from one tier and settle every block of it, whatever happens."""
+    async def _run_load_in(
+        self, span: Span | None, shelf: Shelf, batch: list[tuple[Located, Slot]], deadline_s: float
+    ) -> None:
+        if span is None:
+            await self._run_load(shelf, batch, deadline_s)
+            return
+        with span:
+            try:
+                num_loaded = await self._run_load(shelf, batch, deadline_s)
+                span.set(Attribute.DONE_BLOCKS, num_loaded)
+            finally:
+                for item, _ in batch:
+                    self._spans.pop(item.entry, None)
+
+    async def _run_load(self, shelf: Shelf, batch: list[tuple[Located, Slot]], deadline_s: float) -> int:
+        """Read one batch from one tier and settle every block of it, whatever happens.
+
+        Returns how many blocks were loaded.
+        """
         state = self._state
         for item, _ in batch:
             item.entry.holds += 1
@@ -279,6 +315,7 @@ class Loader:
         finally:
             state.counters.transfer(source.name, state.top.name).batches.note(state.clock() - started_s)
             self._settle(shelf, source, batch, outcomes)
+        return sum(outcome.status is ReadStatus.OK for outcome in outcomes)
 
     def _settle(
         self,

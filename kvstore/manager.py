@@ -523,8 +523,8 @@ class BlockManager:
         return len(await check_top_copies(self._state, entries))
 
     async def flush(self, *, timeout_s: float) -> bool:
-        """Wait until everything queued for the lower tiers is written; False if time ran out."""
-        return await self._mover.flush(timeout_s=timeout_s)
+        """Write down what is queued for the lower tiers, or waits for it in memory; False if time ran out."""
+        return await self._departure.flush(timeout_s=timeout_s)
 
     def note_changes(self, changes: CopyChanges | None) -> None:
         """Have every copy that becomes READY or goes noted there from now on; None: nowhere."""

@@ -25,7 +25,7 @@ from kvstore.answers import (
     Welcome,
 )
 from kvstore.errors import ProtocolMismatch
-from kvstore.message_fields import ChainRef, KeySet, TierNames, timeout_us
+from kvstore.message_fields import ChainRef, KeySet, TierNames, byte_string, timeout_us
 from kvstore.record_messages import (
     DropRecord,
     GetRecord,
@@ -67,7 +67,8 @@ from kvstore.requests import (
     Why,
     WrittenSlot,
 )
-from kvstore.wire import Frame, decode_body, encode_frame
+from kvstore.tracing import CONTEXT_BYTES, TraceContext
+from kvstore.wire import TRACED, Frame, decode_body, encode_frame
 
 Request: TypeAlias = (
     Hello
@@ -180,12 +181,14 @@ _ANSWERS: dict[int, type[Answer]] = {
 }
 
 
-def encode_message(message: Request | Answer, request_id: int) -> bytes:
-    """Return the frame of a message.
+def encode_message(message: Request | Answer, request_id: int, *, trace: TraceContext | None = None) -> bytes:
+    """Return the frame of a message; ``trace`` is the span that a request belongs to.
 
     Raises:
         InvalidRequest: it names more than MAX_KEYS keys.
     """
+    if trace is not None:
+        return encode_frame(message.KIND | TRACED, request_id, (*message.to_wire(), trace.pack()))
     return encode_frame(message.KIND, request_id, message.to_wire())
 
 
@@ -200,6 +203,20 @@ def decode_request(frame: Frame) -> Request:
     if kind is None:
         raise ProtocolMismatch(f"message: unknown request kind {frame.kind}")
     return kind.from_wire(decode_body(frame.body))
+
+
+def decode_traced(frame: Frame) -> tuple[Request, TraceContext | None]:
+    """Return the request in a frame, and the span it says it belongs to. Raises as ``decode_request``."""
+    if not frame.kind & TRACED:
+        return decode_request(frame), None
+    kind = _REQUESTS.get(frame.kind ^ TRACED)
+    if kind is None:
+        raise ProtocolMismatch(f"message: unknown request kind {frame.kind}")
+    values = decode_body(frame.body)
+    if not values:
+        raise ProtocolMismatch("message: a traced request names no span")
+    packed = byte_string(values[-1], "trace", low=CONTEXT_BYTES, high=CONTEXT_BYTES)
+    return kind.from_wire(values[:-1]), TraceContext.unpack(packed)
 
 
 def decode_answer(frame: Frame) -> Answer:
@@ -271,6 +288,7 @@ __all__ = [
     "WrittenSlot",
     "decode_answer",
     "decode_request",
+    "decode_traced",
     "encode_message",
     "timeout_us",
 ]

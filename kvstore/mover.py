@@ -8,7 +8,7 @@ bytes are checked against their checksum before they are written, so damage in m
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvstore.checksum import checksum
 from kvstore.directory import BlockEntry, Copy, CopyState
@@ -18,6 +18,8 @@ from kvstore.miss import MissReason
 from kvstore.space import Space
 from kvstore.state import State
 from kvstore.tier import BlockHeader, Slot, Tier, WriteRequest, WriteStatus
+from kvstore.tier_spans import Operation, begin_serving
+from kvstore.tracing import Attribute, TraceContext, current
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ class WriteQueue:
         self._limit_blocks = limit_blocks
         self._waiting: OrderedDict[BlockEntry, None] = OrderedDict()
         self._demoting: set[BlockEntry] = set()
+        self._causes: dict[BlockEntry, TraceContext] = {}
         self.has_work = asyncio.Event()
         self.in_flight = 0
 
@@ -56,6 +59,17 @@ class WriteQueue:
         self._waiting[entry] = None
         self._waiting.move_to_end(entry, last=False)
         self.has_work.set()
+
+    def note_cause(self, entry: BlockEntry, cause: TraceContext) -> None:
+        """Note the span of the request that had a queued entry written."""
+        if entry in self._waiting:
+            self._causes[entry] = cause
+
+    def take_causes(self, batch: Sequence[tuple[BlockEntry, bool]]) -> dict[BlockEntry, TraceContext]:
+        """Return what was noted of the entries of a batch, and forget it."""
+        if not self._causes:
+            return {}
+        return {entry: self._causes.pop(entry) for entry, _ in batch if entry in self._causes}
 
     def take(self, limit_blocks: int) -> list[tuple[BlockEntry, bool]]:
         """Take the first entries, each with whether it is to leave the top tier afterwards."""
@@ -118,7 +132,7 @@ class Mover:
 
         ``is_new`` blocks were computed because nobody had them: no belief keeps them from a shared tier.
         """
-        state = self._state
+        state, cause = self._state, current()
         for tier in state.lower:
             if tier.name == above:
                 return
@@ -127,6 +141,8 @@ class Mover:
                 is_there = tier.name in entry.copies or (not is_new and state.is_in(entry, tier))
                 if not is_there and not queue.add(entry):
                     state.counters.write_drops[f"{tier.name}/queue_full"] += 1
+                elif cause is not None:
+                    queue.note_cause(entry, cause)
 
     def demote(self, entries: Sequence[BlockEntry]) -> None:
         """Write entries to the first healthy lower tier at once; they leave the top tier when READY there."""
@@ -158,9 +174,10 @@ class Mover:
             await queue.has_work.wait()
             batch = queue.take(self._state.settings.write_batch_blocks)
             queue.in_flight = len(batch)
+            causes = queue.take_causes(batch)
             for group in self._groups(tier, batch):
                 try:
-                    await self._write_group(tier, group)
+                    await self._write_group(tier, group, causes)
                 except Exception:
                     # The group's blocks are settled and counted as not written.
                     logger.exception("%s: writing %d blocks failed", tier.name, len(group))
@@ -188,7 +205,9 @@ class Mover:
             cut += [group[start : start + limit] for start in range(0, len(group), limit)]
         return cut
 
-    async def _write_group(self, tier: Tier, group: list[tuple[BlockEntry, bool]]) -> None:
+    async def _write_group(
+        self, tier: Tier, group: list[tuple[BlockEntry, bool]], causes: Mapping[BlockEntry, TraceContext]
+    ) -> None:
         state = self._state
         # It may have left the top tier, or been written by a demotion, while earlier groups were written.
         group = [(e, d) for e, d in group if e.is_ready(state.top.name) and tier.name not in e.copies]
@@ -205,7 +224,7 @@ class Mover:
                 namespace = entries[0].shelf.namespace
                 has_room = await self._space.make_room_below(tier, length, len(group), by=namespace)
                 statuses = (
-                    await self._transfer(tier, length, entries)
+                    await self._transfer_in_span(tier, length, entries, causes)
                     if has_room
                     else [WriteStatus.FULL] * len(group)
                 )
@@ -219,6 +238,22 @@ class Mover:
                 reason = MissReason.NOT_ADMITTED if refused else MissReason.EVICTED
                 state.forget_copy(entry, state.top.name, reason)
                 state.counters.evictions[f"{state.top.name}/demoted"] += 1
+
+    async def _transfer_in_span(
+        self,
+        tier: Tier,
+        length: int,
+        entries: list[BlockEntry],
+        causes: Mapping[BlockEntry, TraceContext],
+    ) -> list[WriteStatus]:
+        its_causes = [causes[entry] for entry in entries if entry in causes] if causes else ()
+        span = begin_serving(tier, Operation.WRITE, its_causes, blocks=len(entries), length_bytes=length)
+        if span is None:
+            return await self._transfer(tier, length, entries)
+        with span:
+            statuses = await self._transfer(tier, length, entries)
+            span.set(Attribute.DONE_BLOCKS, statuses.count(WriteStatus.OK))
+            return statuses
 
     async def _transfer(self, tier: Tier, length: int, entries: list[BlockEntry]) -> list[WriteStatus]:
         state = self._state

@@ -31,7 +31,7 @@ from kvstore.server_address import parse_address
 from kvstore.server_counters import ServerCounters
 from kvstore.server_socket import BACKLOG, listening_socket
 from kvstore.serving import MAX_IN_FLIGHT, Connection
-from kvstore.wire import FrameDecoder, encode_frame
+from kvstore.wire import TAKES_TRACES, FrameDecoder, encode_frame
 
 logger = logging.getLogger(__name__)
 
@@ -186,9 +186,9 @@ class StoreServer:
                     self._refuse(sock, refusal)
                     return
                 decoder = FrameDecoder()
-                hello = await self._read_hello(sock, decoder)
+                hello, offered = await self._read_hello(sock, decoder)
                 self._note_greeted()
-                self._send_welcome(sock, is_reader=isinstance(hello, HelloReader))
+                self._send_welcome(sock, offered & TAKES_TRACES, is_reader=isinstance(hello, HelloReader))
         except ProtocolMismatch as error:
             self.counters.protocol_errors += 1
             self._malformed.warn("server: closed a connection at its greeting: %s", error)
@@ -271,7 +271,7 @@ class StoreServer:
             sock.send(frame)
         sock.close()
 
-    async def _read_hello(self, sock: socket.socket, decoder: FrameDecoder) -> Hello:
+    async def _read_hello(self, sock: socket.socket, decoder: FrameDecoder) -> tuple[Hello, int]:
         loop = asyncio.get_running_loop()
         while (frame := decoder.next_frame()) is None:
             data = await loop.sock_recv(sock, 4096)
@@ -284,14 +284,14 @@ class StoreServer:
             raise ProtocolMismatch(f"{error}, before the greeting") from error
         if not isinstance(request, Hello):
             raise ProtocolMismatch(f"message: {type(request).__name__} before the greeting")
-        return request
+        return request, frame.request_id
 
-    def _send_welcome(self, sock: socket.socket, *, is_reader: bool) -> None:
+    def _send_welcome(self, sock: socket.socket, greeting_id: int, *, is_reader: bool) -> None:
         if self._arena_fd is None or self._reading_fd is None:
-            sock.send(encode_message(Welcome(self._instance, 0, MAX_IN_FLIGHT), 0))
+            sock.send(encode_message(Welcome(self._instance, 0, MAX_IN_FLIGHT), greeting_id))
             return
         arena_bytes = os.fstat(self._arena_fd).st_size
-        frame = encode_message(Welcome(self._instance, arena_bytes, MAX_IN_FLIGHT), 0)
+        frame = encode_message(Welcome(self._instance, arena_bytes, MAX_IN_FLIGHT), greeting_id)
         # The buffer of a fresh socket holds far more than this frame, so it goes out whole.
         fds = [self._reading_fd] if is_reader else [self._reading_fd, self._arena_fd]
         socket.send_fds(sock, [frame], fds)

@@ -54,6 +54,7 @@ class ServerCounters:
     prefill_tokens_per_s: float = 0.0
     events: EventCounters = field(default_factory=EventCounters)
     access_log: Callable[[], dict[str, int]] | None = None
+    traces: Callable[[], dict[str, int]] | None = None
 
     def as_dict(self) -> dict[str, object]:
         """Return a JSON-ready copy."""
@@ -74,6 +75,7 @@ class ServerCounters:
             "prefill_tokens_per_s": self.prefill_tokens_per_s,
             "events": self.events.as_dict(),
             **({} if self.access_log is None else {"access_log": self.access_log()}),
+            **({} if self.traces is None else {"traces": self.traces()}),
         }
 
 

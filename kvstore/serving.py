@@ -81,13 +81,15 @@ from kvstore.messages import (
     Stats,
     TierNames,
     Why,
-    decode_request,
+    decode_traced,
     encode_message,
 )
 from kvstore.record_answers import RECORD_REQUESTS, answer_about_records
 from kvstore.record_store import RecordStore
 from kvstore.results import LeaseId, Owner, Reserved
 from kvstore.server_counters import ServerCounters
+from kvstore.traced_calls import answer_in_span
+from kvstore.tracing import TraceContext
 from kvstore.wire import Frame, FrameDecoder
 
 logger = logging.getLogger(__name__)
@@ -311,7 +313,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _accept(self, frame: Frame) -> None:
         try:
-            request = decode_request(frame)
+            request, trace = decode_traced(frame)
         except InvalidRequest as error:
             self._refuse(error, frame.request_id)
             return
@@ -328,8 +330,8 @@ class Connection(asyncio.BufferedProtocol):
             raise ProtocolMismatch(f"request id {frame.request_id} is already under way")
         elif self._is_draining:
             self._send(Failed.of(ServerUnavailable("server: stopping")), frame.request_id)
-        elif not self._answer_at_once(request, frame.request_id):
-            task = asyncio.create_task(self._serve(request, frame.request_id))
+        elif trace is not None or not self._answer_at_once(request, frame.request_id):
+            task = asyncio.create_task(self._serve(request, frame.request_id, trace))
             self._in_flight[frame.request_id] = task
             self._idle.clear()
             task.add_done_callback(lambda _: self._finish(frame.request_id))
@@ -387,9 +389,11 @@ class Connection(asyncio.BufferedProtocol):
             case _:
                 return None
 
-    async def _serve(self, request: Request, request_id: int) -> None:
+    async def _serve(self, request: Request, request_id: int, trace: TraceContext | None) -> None:
         try:
-            answer = await self._answer(request)
+            answer = await (
+                self._answer(request) if trace is None else answer_in_span(request, trace, self._answer_any)
+            )
         except ProtocolMismatch:
             self._counters.protocol_errors += 1
             self._cut()
@@ -401,6 +405,9 @@ class Connection(asyncio.BufferedProtocol):
             self._send(Failed(FailureCode.INTERNAL, "see the server's log"), request_id)
         else:
             self._send(answer, request_id)
+
+    async def _answer_any(self, request: Request) -> Answer:
+        return self._immediate_answer(request) or await self._answer(request)
 
     async def _answer(self, request: Request) -> Answer:
         if isinstance(request, RECORD_REQUESTS):

@@ -24,6 +24,8 @@ from kvstore.keys import NamespaceDigest
 from kvstore.lending import giving_back
 from kvstore.link import Dial, greet
 from kvstore.messages import Answer, Request, Welcome, decode_answer, encode_message
+from kvstore.traced_calls import begin_call, note_answer
+from kvstore.tracing import TraceContext
 from kvstore.wire import FrameDecoder
 
 _RECEIVE_BYTES = 256 << 10
@@ -47,8 +49,11 @@ class _Waiting:
 class SharedLink:
     """A greeted connection. Thread-safe."""
 
-    def __init__(self, sock: socket.socket, welcome: Welcome, arena: MappedArena | None) -> None:
+    def __init__(
+        self, sock: socket.socket, welcome: Welcome, arena: MappedArena | None, takes_traces: bool = False
+    ) -> None:
         sock.setblocking(False)
+        self._takes_traces = takes_traces
         self.welcome = welcome
         self.arena = arena
         self.opened: set[NamespaceDigest] = set()
@@ -103,7 +108,16 @@ class SharedLink:
         """
         if os.getpid() != self._pid:
             raise ServerUnavailable("client: the connection is the parent process's")
-        waiting = self._register(request, deadline_s)
+        span = begin_call(request) if self._takes_traces else None
+        if span is None:
+            return self._ask(request, deadline_s, None)
+        with span:
+            answer = self._ask(request, deadline_s, span.context)
+            note_answer(span, answer)
+            return answer
+
+    def _ask(self, request: Request, deadline_s: float, trace: TraceContext | None) -> Answer:
+        waiting = self._register(request, deadline_s, trace)
         try:
             self._wait_until(lambda: waiting.answer is not None, deadline_s)
         except BaseException:
@@ -134,7 +148,7 @@ class SharedLink:
         with self._changed:
             self._fail(ServerUnavailable("client: the connection was closed"))
 
-    def _register(self, request: Request, deadline_s: float) -> _Waiting:
+    def _register(self, request: Request, deadline_s: float, trace: TraceContext | None) -> _Waiting:
         limit = self.welcome.max_in_flight
         self._wait_until(lambda: len(self._waiting) < limit, deadline_s)
         with self._changed:
@@ -142,7 +156,7 @@ class SharedLink:
                 raise ServerUnavailable("server: connection lost") from self._failure
             if len(self._waiting) >= limit:
                 raise TimedOut("client: too many requests are under way")
-            self._unsent += encode_message(request, self._next_id)
+            self._unsent += encode_message(request, self._next_id, trace=trace)
             waiting = self._waiting[self._next_id] = _Waiting(time.monotonic())
             self._next_id += 1
             self._send()

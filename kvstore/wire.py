@@ -33,6 +33,15 @@ MAX_REQUEST_ID = (1 << 64) - 1
 _BUFFER_BYTES = 16 << 10
 """Size of a decoder's buffer while it waits for no larger frame."""
 
+TRACED = 0x4000
+"""Flag of a request's kind: behind its fields stands the span that it belongs to."""
+
+TAKES_TRACES = 1
+"""Flag in the request id of a greeting and of its answer: requests may be TRACED.
+
+A client offers it, and a server that knows it sends it back; one that does not answers with id 0.
+"""
+
 _MAX_TEXT_BYTES = 4096
 _MAX_ARRAY = 64
 _PREFIX = struct.Struct("<4sHHQI")

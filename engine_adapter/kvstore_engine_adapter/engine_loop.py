@@ -22,6 +22,7 @@ from kvstore_engine_adapter.generation import (
 )
 from kvstore_engine_adapter.live_request import LiveRequest
 from kvstore_engine_adapter.request_blocks import BlockSupply
+from kvstore_engine_adapter.request_trace import RequestTrace
 from kvstore_engine_adapter.sampling import Sampler
 from kvstore_engine_adapter.scheduler import (
     Phase,
@@ -103,6 +104,7 @@ class EngineLoop:
             tokens=list(request.prompt),
             chain=namespace.chain(request.prompt),
         )
+        live.trace = RequestTrace.begin(namespace.model, live.report, max_tokens)
         self._live[live.number] = live
         self._has_news.set()
         return live
@@ -204,7 +206,8 @@ class EngineLoop:
         if not live.report.preemptions:
             live.report.queue_s = live.seated_s - live.arrived_s
         live.blocks = self._supply.begin()
-        live.lookup = asyncio.create_task(live.blocks.load(live.chain[: live.reusable_blocks]))
+        loading = live.blocks.load(live.chain[: live.reusable_blocks])
+        live.lookup = asyncio.create_task(loading, context=live.trace.context)
         live.lookup.add_done_callback(lambda _: self._has_news.set())
 
     def _preempt(self, live: LiveRequest) -> None:
@@ -289,7 +292,7 @@ class EngineLoop:
             speed.note(expected_s, result.seconds)
         for (live, tokens), sampled in zip(step.computing, result.sampled, strict=True):
             live.computed += tokens
-            live.publish()
+            live.trace.run(live.publish)
             if live.is_abandoned:
                 self._end(live)
             elif sampled is not None:
@@ -321,7 +324,8 @@ class EngineLoop:
         if self._live.pop(live.number, None) is None:
             return
         if isinstance(last, Finished):
-            live.tell_hints()
+            live.trace.run(live.tell_hints)
+        live.trace.end(live.report, last)
         live.leave_seat()
         if last is not None:
             live.events.put_nowait(last)

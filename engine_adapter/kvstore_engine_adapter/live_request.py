@@ -18,6 +18,7 @@ from kvstore_engine_adapter.generation import (
 )
 from kvstore_engine_adapter.load_policy import FREE_TIER
 from kvstore_engine_adapter.request_blocks import LoadedPrefix, RequestBlocks
+from kvstore_engine_adapter.request_trace import RequestTrace
 from kvstore_engine_adapter.sampling import Sampler
 from kvstore_engine_adapter.scheduler import Phase, RequestView
 
@@ -52,6 +53,7 @@ class LiveRequest:
     late_tiers: tuple[int, tuple[str, ...]] = (0, ())
     seated_s: float = 0.0
     short_since_s: float | None = None
+    trace: RequestTrace = field(default_factory=RequestTrace)
     is_computing: bool = False
     is_abandoned: bool = False
     events: "asyncio.Queue[Event | Exception]" = field(default_factory=asyncio.Queue)

@@ -8,6 +8,9 @@ import time
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from kvstore.cli.work_progress import add_quiet_argument
+from kvstore.progress import ProgressBar
+
 if TYPE_CHECKING:
     from kvstore.drill import Fault
 
@@ -34,6 +37,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--list", action="store_true", help="list the kinds of fault and end")
     parser.add_argument("--json", action="store_true", help="end with one JSON object on stdout")
     parser.add_argument("--keep", action="store_true", help="keep folders, configurations and logs")
+    add_quiet_argument(parser)
     parser.set_defaults(run=run)
 
 
@@ -71,11 +75,23 @@ def _drill(faults: "list[Fault]", args: argparse.Namespace) -> int:
     seed = args.seed if args.seed is not None else time.time_ns() % 1_000_000
     started_s = time.monotonic()
 
-    def say(line: str) -> None:
-        print(f"[{time.monotonic() - started_s:5.1f} s] {line}", file=sys.stderr, flush=True)
+    bar = ProgressBar(sys.stderr)
 
+    def say(line: str) -> None:
+        if args.quiet:
+            return
+        took_s = time.monotonic() - started_s
+        bar.clear()
+        print(f"[{took_s:5.1f} s] {line}", file=sys.stderr, flush=True)
+        bar.show(took_s)
+
+    if not args.quiet:
+        bar.start("drill", args.seconds)
     say(f"{len(faults)} kinds of fault, {args.seconds:.0f} s, seed {seed}")
-    report = run_drill(DrillSettings(faults, seconds=args.seconds, seed=seed, keep=args.keep), say)
+    try:
+        report = run_drill(DrillSettings(faults, seconds=args.seconds, seed=seed, keep=args.keep), say)
+    finally:
+        bar.clear()
     print(report_table(report), file=sys.stderr if args.json else sys.stdout)
     if args.json:
         print(json.dumps(report.as_dict()))

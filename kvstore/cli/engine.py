@@ -10,11 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore.config import cache_folder
+from kvstore.config import cache_folder, trace_settings
 from kvstore.errors import KVStoreError
 from kvstore.log_limit import LimitedTracebacks
 from kvstore.records import MAX_TTL_S
 from kvstore.secret_source import EXPECTED, SecretSource
+from kvstore.trace_start import tracing
 
 if TYPE_CHECKING:
     from kvstore_engine_adapter.serve_engine import ServeOptions
@@ -158,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
     # A large model's first start takes minutes here: its progress is worth a line.
     logging.getLogger("kvstore_engine_adapter.model_digest").setLevel(logging.INFO)
     try:
-        with LimitedTracebacks.installed():
+        with LimitedTracebacks.installed(), tracing(trace_settings(), service="kvstore-engine"):
             asyncio.run(serve_engine(_options(args), _announce))
     except RankLost as error:
         return _complain(str(error), 1)

@@ -6,6 +6,7 @@ import sys
 
 from kvstore.cli.block_naming import add_naming_arguments, opened, read_blocks
 from kvstore.cli.store_address import add_store_arguments, connected
+from kvstore.cli.work_progress import Written, add_quiet_argument, progress_of_store
 from kvstore.errors import ServerUnavailable, TierUnavailable
 from kvstore.policy import POLICIES
 
@@ -33,9 +34,11 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "flush",
         help="wait until what was put is written to the tiers below",
         description="Wait until the blocks put so far are written to the tiers below memory, as before a"
-        " restart; the store goes on serving. What a tier that is down does not take is dropped and counted,"
+        " restart; under write_mode back too. The store goes on serving, and takes more blocks. What a tier"
+        " that is down does not take is dropped and counted,"
         " not waited for. Exit status: 0 done, 1 not in time, 2 usage, 3 no server.",
     )
+    add_quiet_argument(flush)
     add_store_arguments(flush)
     flush.set_defaults(run=run_flush)
 
@@ -95,7 +98,8 @@ def run_flush(args: argparse.Namespace) -> int:
     """Wait for the writes; 0 if all were done in the command's time."""
     with connected(args) as client:
         try:
-            is_flushed = client.flush(args.timeout)
+            with progress_of_store(args, "writing", Written()):
+                is_flushed = client.flush(args.timeout)
         except ServerUnavailable:
             client.ping()  # raises if the server is gone; else its answer came a moment too late
             is_flushed = False

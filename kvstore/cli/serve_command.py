@@ -10,17 +10,22 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvstore.access_log import DEFAULT_MAX_BYTES, AccessLog
 from kvstore.awake_selector import AwakeSelector
 from kvstore.cli.size_argument import size_argument
-from kvstore.config import Config, load_config
+from kvstore.config import Config, load_config, trace_settings
 from kvstore.core_dumps import become_undumpable, leave_no_core_file
 from kvstore.errors import InvalidConfig
 from kvstore.kv_events import EventForm, HashForm
 from kvstore.log_limit import LimitedTracebacks
 from kvstore.running import serving
+from kvstore.trace_start import tracing
 from kvstore.zmq_settings import ZmqSettings
+
+if TYPE_CHECKING:
+    from kvstore.trace_export import TraceCounters
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -135,9 +140,10 @@ def run(args: argparse.Namespace) -> int:
     selector = AwakeSelector()
     with (
         LimitedTracebacks.installed(),
+        tracing(trace_settings(), service="kvstore") as traces,
         asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner,
     ):
-        runner.run(_serve(config, args, events, stay_awake=selector.stay_awake))
+        runner.run(_serve(config, args, events, traces, stay_awake=selector.stay_awake))
     return 0
 
 
@@ -151,6 +157,7 @@ async def _serve(
     config: Config,
     args: argparse.Namespace,
     events: ZmqSettings | None,
+    traces: "TraceCounters | None",
     *,
     stay_awake: Callable[[float], None],
 ) -> None:
@@ -168,6 +175,7 @@ async def _serve(
         events=events,
         access_log=_access_log(args),
     ) as server:
+        server.counters.traces = None if traces is None else traces.as_dict
         # What is there by now stays: no collection looks at it again, which would take tens of milliseconds.
         gc.collect()
         gc.freeze()

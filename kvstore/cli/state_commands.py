@@ -4,6 +4,7 @@ import argparse
 import json
 
 from kvstore.cli.store_address import add_store_arguments, connected
+from kvstore.cli.work_progress import Checked, add_quiet_argument, progress_of_store
 from kvstore.errors import InvalidRequest
 
 _MAX_SAMPLE_BLOCKS = 1_000_000
@@ -28,6 +29,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     check.add_argument(
         "--sample", type=int, default=64, metavar="BLOCKS", help="blocks to verify (default: %(default)d)"
     )
+    add_quiet_argument(check)
     add_store_arguments(check)
     check.set_defaults(run=run_check)
 
@@ -49,7 +51,9 @@ def run_check(args: argparse.Namespace) -> int:
     if not 0 <= args.sample <= _MAX_SAMPLE_BLOCKS:
         raise InvalidRequest(f"--sample is {args.sample}, expected 0..{_MAX_SAMPLE_BLOCKS}")
     with connected(args) as client:
-        violations = client.check(args.sample)
+        checked = Checked(client.stats(), args.sample)
+        with progress_of_store(args, "checking", checked):
+            violations = client.check(args.sample)
     if args.json:
         print(json.dumps({"ok": not violations, "violations": violations}))
     else:

@@ -20,6 +20,7 @@ from kvstore.http.refusal import ErrorCode, Refused, refusal_of
 from kvstore.http.routes import Operation, Route, Router, StateAnswer
 from kvstore.http.schema import Schema, check, parse_json
 from kvstore.http.service import Call, HttpService, Peer, json_answer
+from kvstore.http.spans import served_request
 from kvstore.http.values import Values
 from kvstore.log_limit import LimitedWarning
 
@@ -76,7 +77,7 @@ class Dispatcher:
         shown = _shown(request)
         caller = service.callers.get(self._gate.admit(shown, route.scope))
         peer.note_admitted()
-        with caller.request():
+        with caller.request(), served_request(request, route.path) as served:
             body = Body(request, service.limits, service.counters, service.body_room, service.clock)
             try:
                 values = _parameters(route, path_values, request)
@@ -85,7 +86,13 @@ class Dispatcher:
                 is_admitted = partial(self._gate.still_admits, shown, caller.identity)
                 call = Call(service, request, caller, Values(values), body, peer, is_admitted)
                 del values
-                return await cast("Operation", route.operation)(call)  # what the table has for the others
+                answer = await cast("Operation", route.operation)(call)  # what the table has for the others
+                served.note_status(answer.status)
+                return answer
+            except KVStoreError as error:
+                code = refusal_of(error).code
+                served.note_status(code.status, code.value)
+                raise
             finally:
                 body.end()
 

@@ -91,6 +91,7 @@ _PLACE = LabelSet("place", (), "where records are read, and how that ends")
 _ABSENT = LabelSet("reason", (), "why records are absent")
 _RECORD_EVENT = LabelSet("event", (), "the events of records in stats.md")
 _ROUTE = LabelSet("operation", (), "the operations of openapi.json")
+_SPAN_RESULT = LabelSet("result", ("exported", "failed", "dropped"))
 _GATE = LabelSet("result", (), "how the gate decides")
 _MESSAGE = LabelSet("kind", (), "the messages of wire.md")
 
@@ -406,6 +407,16 @@ def _server_metrics() -> Iterable[Metric]:
     ):
         name = f"kvstore_events_{member}_total"
         yield Metric(name, Kind.COUNTER, text, (), _single(member, "server", "events"))
+    yield Metric(
+        "kvstore_trace_spans_total",
+        Kind.COUNTER,
+        "Spans of traces that the collector took, did not take, or that found no room to wait.",
+        (_SPAN_RESULT,),
+        lambda stats: [
+            ((result,), number(nested(stats, "server", "traces").get(result)))
+            for result in (_SPAN_RESULT.values if nested(stats, "server", "traces") else ())
+        ],
+    )
     yield Metric(
         "kvstore_process_resident_bytes",
         Kind.GAUGE,

@@ -75,6 +75,7 @@ from kvstore.messages import (
     WrittenSlot,
     decode_answer,
     decode_request,
+    decode_traced,
     encode_message,
 )
 from kvstore.miss import MissReason
@@ -89,7 +90,17 @@ from kvstore.records import (
     RecordWrite,
 )
 from kvstore.tenant import TenantId
-from kvstore.wire import MAX_BODY_BYTES, MAX_KEYS, Frame, FrameDecoder, decode_body, encode_frame
+from kvstore.tracing import TraceContext
+from kvstore.wire import (
+    MAX_BODY_BYTES,
+    MAX_KEYS,
+    TRACED,
+    Frame,
+    FrameDecoder,
+    WireValue,
+    decode_body,
+    encode_frame,
+)
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_frames.json").read_text())
 
@@ -212,8 +223,56 @@ def test_an_answer_has_its_golden_frame_and_comes_back_equal(name: str) -> None:
     assert decode_answer(_frame(data)) == ANSWERS[name]
 
 
+TRACED_REQUESTS: dict[str, Request] = {
+    "ping_traced": Ping(),
+    "fetch_traced": Fetch(_CHAIN, 50_000),
+    "fetch_hinted_traced": Fetch(_CHAIN, 50_000, _HINTS),
+}
+_TRACE = TraceContext(bytes(range(1, 17)), bytes(range(17, 25)))
+
+
+@pytest.mark.parametrize("name", TRACED_REQUESTS)
+def test_a_traced_request_has_its_golden_frame_and_comes_back_with_its_span(name: str) -> None:
+    data = encode_message(TRACED_REQUESTS[name], 42, trace=_TRACE)
+
+    assert data.hex() == GOLDEN[name]
+    assert decode_traced(_frame(data)) == (TRACED_REQUESTS[name], _TRACE)
+
+
+def test_a_request_that_is_not_traced_comes_back_without_a_span() -> None:
+    assert decode_traced(_frame(encode_message(Ping(), 42))) == (Ping(), None)
+
+
+def test_a_trace_of_zeros_is_none() -> None:
+    data = encode_frame(Ping.KIND | TRACED, 42, (bytes(25),))
+
+    assert decode_traced(_frame(data)) == (Ping(), None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (Ping.KIND, ()),
+        (Ping.KIND, (bytes(24),)),
+        (Ping.KIND, (bytes(26),)),
+        (Ping.KIND, ("x" * 25,)),
+        (Ping.KIND, (None,)),
+        (Ping.KIND, (1, b"\x01" * 25)),
+        (4000, (b"\x01" * 25,)),
+    ],
+)
+def test_a_malformed_trace_is_refused(kind: int, values: tuple[WireValue, ...]) -> None:
+    with pytest.raises(ProtocolMismatch):
+        decode_traced(_frame(encode_frame(kind | TRACED, 42, values)))
+
+
+def test_a_server_of_before_refuses_a_traced_request_and_is_never_sent_one() -> None:
+    with pytest.raises(ProtocolMismatch):
+        decode_request(_frame(encode_message(Ping(), 42, trace=_TRACE)))
+
+
 def test_there_is_a_golden_frame_for_every_kind_and_none_for_others() -> None:
-    assert set(GOLDEN) == {*REQUESTS, *ANSWERS}
+    assert set(GOLDEN) == {*REQUESTS, *ANSWERS, *TRACED_REQUESTS}
 
 
 @pytest.mark.parametrize(

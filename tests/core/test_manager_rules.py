@@ -170,12 +170,23 @@ async def test_write_back_writes_a_block_when_it_leaves():
     async with running(ssd, blocks=4, write_mode=WriteMode.BACK) as store:
         old = SPACE.chain(range(16))
         await store.put(old)
-        await store.manager.flush(timeout_s=5)
+        assert store.manager.stats()["tiers"]["ssd"]["queued_blocks"] == 0
         assert ssd.stored == {}
 
         await store.put(SPACE.chain(range(50, 66)))
 
         assert (await store.manager.match(old)).tiers == ("ssd",) * 4
+
+
+async def test_a_flush_under_write_back_writes_down_what_only_memory_has():
+    ssd = GatedTier("ssd")
+    async with running(ssd, write_mode=WriteMode.BACK, write_queue_blocks=3) as store:
+        await store.put(SPACE.chain(range(40)))
+
+        assert await store.manager.flush(timeout_s=60)
+
+        assert len(ssd.stored) == 10
+        assert await store.put(SPACE.chain(range(50, 58))) == 2
 
 
 async def test_write_back_loses_nothing_at_an_orderly_end():

@@ -174,6 +174,21 @@ def test_an_ordinary_container_stays_while_the_replica_ends():
     assert store_container(patch)["lifecycle"]["preStop"]["exec"]["command"][2].startswith("sleep 7;")
 
 
+def test_traces_go_to_the_collector_that_is_named_and_without_one_nowhere():
+    def variables(values):
+        spec = pod_specs(render(values))["ConfigMap/demo-kvstore-sidecar"]
+        env = store_container(spec).get("env", [])
+        return {item["name"]: item.get("value") for item in env}
+
+    traced = variables({"tracing": {"endpoint": "http://collector:4318", "sampleRatio": 0.05}})
+    plain = variables({})
+
+    assert traced["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://collector:4318"
+    assert traced["OTEL_TRACES_SAMPLER"] == "parentbased_traceidratio"
+    assert traced["OTEL_TRACES_SAMPLER_ARG"] == "0.05"
+    assert not any(name.startswith("OTEL_") for name in plain)
+
+
 def test_the_kubelet_asks_over_http_only_where_it_gets_in():
     def probe(name):
         return store_container(pod_specs(render(VALUE_SETS[name]))["Pod/demo-kvstore-test"])["livenessProbe"]

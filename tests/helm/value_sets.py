@@ -103,6 +103,7 @@ VALUE_SETS = {
             "bundled": {"program": "redis", "image": "docker.io/library/redis:8"},
         },
         "sidecar": {"waitForStore": True},
+        "tracing": {"endpoint": "http://collector.monitoring:4318", "sampleRatio": 0.05},
         "env": [{"name": "TZ", "value": "UTC"}],
     },
 }

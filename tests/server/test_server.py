@@ -47,6 +47,7 @@ from kvstore.messages import (
 from kvstore.running import serving
 from kvstore.server import StoreServer
 from kvstore.server_address import parse_address
+from kvstore.tracing import TraceContext
 from kvstore.wire import MAX_BODY_BYTES, VERSION, FrameDecoder, encode_frame
 from tests.store_process import MIB, StoreProcess
 
@@ -132,6 +133,33 @@ async def _greeted(tmp_path: Path) -> AsyncIterator[RawClient]:
     async with RawClient(tmp_path / "kv.sock") as raw:
         await raw.greet()
         yield raw
+
+
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize(("offered", "taken"), [(0, 0), (1, 1), (2, 0), (3, 1), (1 << 40, 0)])
+async def test_a_greeting_is_answered_with_what_both_sides_understand(
+    tmp_path: Path, offered: int, taken: int
+) -> None:
+    async with RawClient(tmp_path / "kv.sock") as raw:
+        await raw.send(encode_message(Hello(1), offered))
+
+        answered = await raw.answer()
+
+        assert answered is not None
+        assert answered[0] == taken
+        assert isinstance(answered[1], Welcome)
+
+
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize("is_sampled", [True, False])
+async def test_a_traced_request_is_answered_as_one_that_is_not(tmp_path: Path, is_sampled: bool) -> None:
+    trace = TraceContext(b"t" * 16, b"s" * 8, is_sampled)
+    async with _greeted(tmp_path) as raw:
+        for request in (Ping(), Match(ChainRef(NAMESPACE.chain(range(64))), 1_000_000)):
+            plain = await raw.ask(request)
+            await raw.send(encode_message(request, 7, trace=trace))
+
+            assert await raw.answer() == (7, plain)
 
 
 async def test_the_socket_is_private_and_goes_when_the_server_stops(tmp_path: Path) -> None:

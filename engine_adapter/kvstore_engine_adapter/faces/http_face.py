@@ -11,6 +11,7 @@ from aiohttp.typedefs import Handler, Middleware
 from kvstore.errors import KVStoreError
 from kvstore.gate import Gate
 from kvstore.http.counters import HttpCounters
+from kvstore.http.spans import served_request
 from kvstore_engine_adapter.faces.api_error import ApiError, api_error
 from kvstore_engine_adapter.faces.callers import Callers
 from kvstore_engine_adapter.faces.chat import ChatRoute
@@ -95,7 +96,11 @@ class HttpFace:
             self._callers.admit(request)
             if on_admitted is not None:
                 on_admitted(request)
-            return await handler(request)
+            resource = request.match_info.route.resource
+            with served_request(request, "" if resource is None else resource.canonical) as served:
+                answer = await handler(request)
+                served.note_status(answer.status)
+                return answer
 
         app = web.Application(
             client_max_size=max_body_bytes,

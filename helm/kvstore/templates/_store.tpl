@@ -46,6 +46,20 @@ restartPolicy: Always
 args: [serve, --config, /etc/kvstore/config/config.toml]
 env:
   {{- include "kvstore.replicaEnv" $root | nindent 2 }}
+  {{- with $values.tracing.endpoint }}
+  - name: OTEL_EXPORTER_OTLP_ENDPOINT
+    value: {{ . | quote }}
+  - name: OTEL_TRACES_SAMPLER
+    value: parentbased_traceidratio
+  - name: OTEL_TRACES_SAMPLER_ARG
+    value: {{ $values.tracing.sampleRatio | toString | quote }}
+  - name: KVSTORE_POD_NAME
+    valueFrom:
+      fieldRef:
+        fieldPath: metadata.name
+  - name: OTEL_RESOURCE_ATTRIBUTES
+    value: k8s.pod.name=$(KVSTORE_POD_NAME)
+  {{- end }}
   {{- with $values.env }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
