@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import secrets
 
 import numpy as np
 import numpy.typing as npt
@@ -106,8 +107,9 @@ async def test_blocks_beyond_the_room_are_dropped_from_the_end(client: Face) -> 
 
 @pytest.mark.parametrize("kind", ["bytes", "bytearray", "memoryview", "array", "tensor", "typed"])
 async def test_any_contiguous_buffer_is_a_payload(
-    client: Face, chain: PrefixChain, payloads: Payloads, kind: str
+    guest: Face, namespace: Namespace, payloads: Payloads, kind: str
 ) -> None:
+    chain = namespace.chain([secrets.randbelow(1 << 31) for _ in range(32)])
     made = {
         "bytes": lambda: payloads.tobytes(),
         "bytearray": lambda: [bytearray(row) for row in payloads],
@@ -117,9 +119,9 @@ async def test_any_contiguous_buffer_is_a_payload(
         "typed": lambda: payloads.view(np.float32).reshape(8, 2, -1),
     }[kind]()
 
-    await client.put(chain, made)
+    assert (await guest.put(chain, made)).stored == 8
 
-    assert np.array_equal(np.stack(await client.get(chain)), payloads)
+    assert np.array_equal(np.stack(await guest.get(chain)), payloads)
 
 
 async def test_blocks_are_fetched_into_tensors_and_bytearrays(
@@ -151,17 +153,17 @@ async def test_blocks_are_fetched_into_tensors_and_bytearrays(
     ids=["sizes", "read-only", "count", "total", "strided", "number", "none"],
 )
 async def test_buffers_that_do_not_fit_are_refused_before_anything_is_asked(
-    client: Face, chain: PrefixChain, buffers: object
+    guest: Face, chain: PrefixChain, buffers: object
 ) -> None:
     with pytest.raises(InvalidRequest):
-        await client.fetch_into(chain, buffers)
+        await guest.fetch_into(chain, buffers)
 
 
 async def test_a_payload_of_the_wrong_size_is_refused_with_what_was_expected(
-    client: Face, chain: PrefixChain
+    guest: Face, chain: PrefixChain
 ) -> None:
     with pytest.raises(InvalidRequest, match=r"payloads: 10 bytes, expected 8 blocks of 65536 bytes"):
-        await client.put(chain, b"x" * 10)
+        await guest.put(chain, b"x" * 10)
 
 
 async def test_a_payload_that_differs_from_its_checksum_is_not_stored(
@@ -176,24 +178,24 @@ async def test_a_payload_that_differs_from_its_checksum_is_not_stored(
     assert (await client.match(chain)).blocks == 3
 
 
-async def test_a_chain_of_a_namespace_that_is_not_open_is_refused(client: Face, namespace: Namespace) -> None:
+async def test_a_chain_of_a_namespace_that_is_not_open_is_refused(guest: Face, namespace: Namespace) -> None:
     with pytest.raises(InvalidRequest, match="open_namespace"):
-        await client.match(namespace.at_epoch(1).chain(range(32)))
+        await guest.match(namespace.at_epoch(1).chain(range(32)))
 
 
-async def test_a_chain_with_too_many_keys_is_refused(client: Face, namespace: Namespace) -> None:
+async def test_a_chain_with_too_many_keys_is_refused(guest: Face, namespace: Namespace) -> None:
     with pytest.raises(InvalidRequest, match="limit 10000"):
-        await client.match(namespace.chain(range(4 * 10_001)))
+        await guest.match(namespace.chain(range(4 * 10_001)))
 
 
 async def test_ten_thousand_keys_are_matched_in_one_request(client: Face, namespace: Namespace) -> None:
     assert (await client.match(namespace.chain(range(4 * 10_000)))).blocks == 0
 
 
-async def test_an_empty_chain_is_answered(client: Face, chain: PrefixChain) -> None:
-    assert (await client.match(chain[:0])).blocks == 0
-    assert (await client.put(chain[:0], b"")) == PutResult(0, 0, 0)
-    assert await client.get(chain[:0]) == []
+async def test_an_empty_chain_is_answered(guest: Face, chain: PrefixChain) -> None:
+    assert (await guest.match(chain[:0])).blocks == 0
+    assert (await guest.put(chain[:0], b"")) == PutResult(0, 0, 0)
+    assert await guest.get(chain[:0]) == []
 
 
 async def test_another_salt_never_sees_the_blocks(
@@ -250,16 +252,16 @@ async def test_control_calls_answer(client: Face, chain: PrefixChain, payloads: 
 
 
 @pytest.mark.parametrize("sample_blocks", [-1, 1_000_001, 1 << 64])
-async def test_a_sample_that_no_check_takes_is_misuse(client: Face, sample_blocks: int) -> None:
+async def test_a_sample_that_no_check_takes_is_misuse(guest: Face, sample_blocks: int) -> None:
     with pytest.raises(InvalidRequest):
-        await client.check(sample_blocks)
+        await guest.check(sample_blocks)
 
 
-async def test_a_closed_client_is_misuse(client: Face, chain: PrefixChain) -> None:
-    await client.close()
+async def test_a_closed_client_is_misuse(guest: Face, chain: PrefixChain) -> None:
+    await guest.close()
 
     with pytest.raises(InvalidRequest, match="closed"):
-        await client.ping()
+        await guest.ping()
 
 
 async def test_why_reports_on_every_block(client: Face, chain: PrefixChain, payloads: Payloads) -> None:
@@ -317,11 +319,11 @@ async def test_a_put_that_finds_no_room_says_so(client: Face, namespace: Namespa
 
 @pytest.mark.parametrize("model", ["\ud800", "é" * 4096])
 async def test_an_epoch_of_a_model_that_cannot_be_is_refused_before_it_is_sent(
-    client: Face, model: str
+    guest: Face, model: str
 ) -> None:
     with pytest.raises(InvalidRequest, match="model"):
-        await client.advance_epoch(model)
-    assert (await client.stats())["epochs"] == {}
+        await guest.advance_epoch(model)
+    assert (await guest.stats())["epochs"] == {}
 
 
 async def test_namespaces_are_listed_without_their_salts(client: Face, namespace: Namespace) -> None:
@@ -343,11 +345,11 @@ async def test_demoting_without_a_tier_below_leaves_blocks_where_they_are(
     assert (await client.match(chain)).blocks == 8
 
 
-async def test_opening_a_namespace_returns_the_one_to_use(client: Face, namespace: Namespace) -> None:
-    assert await client.open_namespace(namespace) == namespace
-    assert await client.open_namespace(namespace, is_public=True) == namespace
+async def test_opening_a_namespace_returns_the_one_to_use(guest: Face, namespace: Namespace) -> None:
+    assert await guest.open_namespace(namespace) == namespace
+    assert await guest.open_namespace(namespace, is_public=True) == namespace
     with pytest.raises(InvalidRequest, match="tenant_salt"):
-        await client.open_namespace(
+        await guest.open_namespace(
             Namespace(namespace.model, namespace.layout, tenant_salt=b"s"), is_public=True
         )
 

@@ -1,6 +1,5 @@
 """Scenarios of SGLang with the storage backend. Each takes a Workshop and returns an Outcome."""
 
-import json
 from collections.abc import Callable
 
 from kvstore import Part
@@ -53,21 +52,17 @@ def reuse_by_two_ranks(shop: SglangWorkshop) -> Outcome:
 
 
 def reuse_hybrid(shop: SglangWorkshop) -> Outcome:
-    """The same with a model of which most layers have a sliding window, in a pool of their own."""
+    """The same with a model of which every other layer has a window, in a pool of its own (v2 interface)."""
     outcome = Outcome(ENGINE, "reuse_hybrid")
     with shop.store("hybrid") as store:
-        engine = {"model": shop.model("hybrid"), **_TWO_POOLS}
-        _reuse(shop, outcome, store, key="hybrid", engine=engine)
+        _reuse(shop, outcome, store, key="hybrid", engine={"model": shop.model("windows")})
+    said = "".join(log.read_text(errors="replace") for log in shop.folder.glob("*reuse_hybrid-*.log"))
+    outcome.demand(said.count("kvstore: shares the pool swa") == 2, "the windows had no pool of their own")
     return outcome
 
 
-_TWO_RANKS: dict[str, object] = {"tp_size": 2}
-# SGLang keeps windows in a pool of their own for models it knows, and for those whose configuration says so.
-_TWO_POOLS: dict[str, object] = {
-    "json_model_override_args": json.dumps(
-        {"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 1, 1, 1, 1, 0]}
-    )
-}
+# On one NUMA node SGLang has to be told which processors are whose.
+_TWO_RANKS: dict[str, object] = {"tp_size": 2, "environ": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}}
 
 
 def _reuse(

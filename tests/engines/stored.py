@@ -49,7 +49,7 @@ def drop_pages(
     with KVStore.connect(store.socket_path) as client:
         return sum(
             client.drop(namespace.chain_of_hashes(page_hashes(prompt))[first:], part=part)
-            for namespace in client.namespaces()
+            for namespace in map(client.open_namespace, client.namespaces())
             for prompt in prompts
         )
 
