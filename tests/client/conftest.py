@@ -1,6 +1,7 @@
 """A store in another process, and clients of every kind."""
 
 import contextlib
+import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -32,6 +33,13 @@ def namespace() -> Namespace:
 def chain() -> PrefixChain:
     """Eight blocks."""
     return NAMESPACE.chain(range(32))
+
+
+@pytest.fixture
+def new_chain(request: pytest.FixtureRequest) -> PrefixChain:
+    """Eight blocks that no other test has."""
+    source = random.Random(request.node.nodeid)
+    return NAMESPACE.chain([source.randrange(1 << 31) for _ in range(32)])
 
 
 @pytest.fixture
@@ -87,7 +95,8 @@ def start_shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 
         def start(port: int) -> StoreProcess:
             if bool(port) not in started:
-                process = StoreProcess(tmp_path_factory.mktemp("shared"), http_port=port)
+                folder = tmp_path_factory.mktemp("shared")
+                process = StoreProcess(folder, http_port=port, dram_bytes=128 * MIB)
                 started[bool(port)] = stores.enter_context(process)
             return started[bool(port)]
 

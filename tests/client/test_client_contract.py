@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import secrets
 
 import numpy as np
 import numpy.typing as npt
@@ -18,19 +17,19 @@ from tests.client.facade import Face
 Payloads = npt.NDArray[np.uint8]
 
 
-async def test_what_was_never_put_is_a_miss_with_a_reason(client: Face, chain: PrefixChain) -> None:
-    found = await client.match(chain)
+async def test_what_was_never_put_is_a_miss_with_a_reason(guest: Face, new_chain: PrefixChain) -> None:
+    found = await guest.match(new_chain)
 
     assert (found.blocks, found.tiers, found.reason) == (0, (), MissReason.NEVER_SEEN)
 
 
 async def test_what_was_put_is_matched_and_fetched_exactly(
-    client: Face, chain: PrefixChain, payloads: Payloads
+    guest: Face, new_chain: PrefixChain, payloads: Payloads
 ) -> None:
-    put = await client.put(chain, payloads)
-    found = await client.match(chain)
+    put = await guest.put(new_chain, payloads)
+    found = await guest.match(new_chain)
     buffers = np.zeros_like(payloads)
-    fetched = await client.fetch_into(chain, buffers)
+    fetched = await guest.fetch_into(new_chain, buffers)
 
     assert put == PutResult(stored=8, present=0, dropped=0)
     assert (found.blocks, set(found.tiers), found.reason) == (8, {"dram"}, None)
@@ -40,55 +39,55 @@ async def test_what_was_put_is_matched_and_fetched_exactly(
 
 
 async def test_get_returns_one_array_per_stored_leading_block(
-    client: Face, chain: PrefixChain, payloads: Payloads
+    guest: Face, new_chain: PrefixChain, payloads: Payloads
 ) -> None:
-    await client.put(chain[:3], payloads[:3])
+    await guest.put(new_chain[:3], payloads[:3])
 
-    blocks = await client.get(chain)
+    blocks = await guest.get(new_chain)
 
     assert len(blocks) == 3
     assert np.array_equal(np.stack(blocks), payloads[:3])
 
 
 async def test_a_fetch_ends_at_the_first_block_that_is_not_stored(
-    client: Face, chain: PrefixChain, payloads: Payloads
+    guest: Face, new_chain: PrefixChain, payloads: Payloads
 ) -> None:
-    await client.put(chain[:5], payloads[:5])
+    await guest.put(new_chain[:5], payloads[:5])
 
-    fetched = await client.fetch_into(chain, np.zeros_like(payloads))
+    fetched = await guest.fetch_into(new_chain, np.zeros_like(payloads))
 
     assert (fetched.blocks, fetched.reason) == (5, MissReason.NEVER_SEEN)
 
 
 async def test_present_blocks_are_not_written_again(
-    client: Face, chain: PrefixChain, payloads: Payloads
+    guest: Face, new_chain: PrefixChain, payloads: Payloads
 ) -> None:
-    await client.put(chain[:5], payloads[:5])
+    await guest.put(new_chain[:5], payloads[:5])
 
-    put = await client.put(chain, np.concatenate([np.zeros_like(payloads[:5]), payloads[5:]]))
+    put = await guest.put(new_chain, np.concatenate([np.zeros_like(payloads[:5]), payloads[5:]]))
 
     assert put == PutResult(stored=3, present=5, dropped=0)
-    assert np.array_equal(np.stack(await client.get(chain)), payloads)
+    assert np.array_equal(np.stack(await guest.get(new_chain)), payloads)
 
 
 async def test_a_gap_is_filled_and_the_blocks_behind_it_count_as_present(
-    client: Face, chain: PrefixChain, payloads: Payloads
+    guest: Face, new_chain: PrefixChain, payloads: Payloads
 ) -> None:
-    await client.put(chain[5:], payloads[5:])
+    await guest.put(new_chain[5:], payloads[5:])
 
-    put = await client.put(chain, payloads)
+    put = await guest.put(new_chain, payloads)
 
     assert put == PutResult(stored=5, present=3, dropped=0)
-    assert (await client.match(chain)).blocks == 8
+    assert (await guest.match(new_chain)).blocks == 8
 
 
 async def test_a_continued_chain_is_found_from_its_beginning(
-    client: Face, chain: PrefixChain, payloads: Payloads
+    guest: Face, new_chain: PrefixChain, payloads: Payloads
 ) -> None:
-    await client.put(chain[:4], payloads[:4])
-    await client.put(chain[4:], payloads[4:])
+    await guest.put(new_chain[:4], payloads[:4])
+    await guest.put(new_chain[4:], payloads[4:])
 
-    assert (await client.match(chain)).blocks == 8
+    assert (await guest.match(new_chain)).blocks == 8
 
 
 async def test_blocks_beyond_the_room_are_dropped_from_the_end(client: Face) -> None:
@@ -97,19 +96,21 @@ async def test_blocks_beyond_the_room_are_dropped_from_the_end(client: Face) -> 
     chain = namespace.chain(range(4 * 8))
     payload = np.zeros(8 * (15 << 18), np.uint8)
 
-    put = await client.put(chain, payload, timeout_s=0.5)
+    put, timeout_s = PutResult(stored=0, present=0, dropped=8), 0.5
+    while put.dropped == 8 and timeout_s < 60:  # a busy machine needs longer for the first of them
+        put = await client.put(chain, payload, timeout_s=timeout_s)
+        timeout_s *= 2
 
     assert put.stored + put.present + put.dropped == 8
     assert 0 < put.dropped < 8
     assert len(put.doubtful) == put.dropped
-    assert (await client.match(chain)).blocks == put.stored
+    assert (await client.match(chain)).blocks == put.stored + put.present
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bytearray", "memoryview", "array", "tensor", "typed"])
 async def test_any_contiguous_buffer_is_a_payload(
-    guest: Face, namespace: Namespace, payloads: Payloads, kind: str
+    guest: Face, new_chain: PrefixChain, payloads: Payloads, kind: str
 ) -> None:
-    chain = namespace.chain([secrets.randbelow(1 << 31) for _ in range(32)])
     made = {
         "bytes": lambda: payloads.tobytes(),
         "bytearray": lambda: [bytearray(row) for row in payloads],
@@ -119,20 +120,20 @@ async def test_any_contiguous_buffer_is_a_payload(
         "typed": lambda: payloads.view(np.float32).reshape(8, 2, -1),
     }[kind]()
 
-    assert (await guest.put(chain, made)).stored == 8
+    assert (await guest.put(new_chain, made)).stored == 8
 
-    assert np.array_equal(np.stack(await guest.get(chain)), payloads)
+    assert np.array_equal(np.stack(await guest.get(new_chain)), payloads)
 
 
 async def test_blocks_are_fetched_into_tensors_and_bytearrays(
-    client: Face, chain: PrefixChain, payloads: Payloads
+    guest: Face, new_chain: PrefixChain, payloads: Payloads
 ) -> None:
-    await client.put(chain, payloads)
+    await guest.put(new_chain, payloads)
     tensor = torch.zeros(8, payloads.shape[1] // 2, dtype=torch.bfloat16)
     arrays = [bytearray(payloads.shape[1]) for _ in range(8)]
 
-    into_tensor = await client.fetch_into(chain, tensor)
-    into_arrays = await client.fetch_into(chain, arrays)
+    into_tensor = await guest.fetch_into(new_chain, tensor)
+    into_arrays = await guest.fetch_into(new_chain, arrays)
 
     assert (into_tensor.blocks, into_arrays.blocks) == (8, 8)
     assert np.array_equal(tensor.view(torch.uint8).numpy(), payloads)
@@ -167,15 +168,15 @@ async def test_a_payload_of_the_wrong_size_is_refused_with_what_was_expected(
 
 
 async def test_a_payload_that_differs_from_its_checksum_is_not_stored(
-    client: Face, chain: PrefixChain, payloads: Payloads
+    guest: Face, new_chain: PrefixChain, payloads: Payloads
 ) -> None:
     sums = [checksum(row) for row in payloads]
     sums[3] ^= 1
 
-    put = await client.put(chain, payloads, checksums=sums)
+    put = await guest.put(new_chain, payloads, checksums=sums)
 
     assert (put.stored, put.dropped) == (3, 5)
-    assert (await client.match(chain)).blocks == 3
+    assert (await guest.match(new_chain)).blocks == 3
 
 
 async def test_a_chain_of_a_namespace_that_is_not_open_is_refused(guest: Face, namespace: Namespace) -> None:
@@ -223,22 +224,22 @@ async def test_parts_of_a_block_are_stored_and_fetched_apart(client: Face) -> No
 
 
 async def test_dropped_blocks_are_a_miss_with_that_reason(
-    client: Face, chain: PrefixChain, payloads: Payloads
+    guest: Face, new_chain: PrefixChain, payloads: Payloads
 ) -> None:
-    await client.put(chain, payloads)
+    await guest.put(new_chain, payloads)
 
-    dropped = await client.drop(chain)
+    dropped = await guest.drop(new_chain)
 
     assert dropped == 8
-    assert (await client.match(chain)).reason is MissReason.DROPPED
+    assert (await guest.match(new_chain)).reason is MissReason.DROPPED
 
 
 async def test_prefetch_counts_the_leading_blocks_in_the_top_tier(
-    client: Face, chain: PrefixChain, payloads: Payloads
+    guest: Face, new_chain: PrefixChain, payloads: Payloads
 ) -> None:
-    await client.put(chain[:6], payloads[:6])
+    await guest.put(new_chain[:6], payloads[:6])
 
-    assert await client.prefetch(chain) == 6
+    assert await guest.prefetch(new_chain) == 6
 
 
 async def test_control_calls_answer(client: Face, chain: PrefixChain, payloads: Payloads) -> None:
@@ -264,13 +265,13 @@ async def test_a_closed_client_is_misuse(guest: Face, chain: PrefixChain) -> Non
         await guest.ping()
 
 
-async def test_why_reports_on_every_block(client: Face, chain: PrefixChain, payloads: Payloads) -> None:
-    await client.put(chain[:3], payloads[:3])
+async def test_why_reports_on_every_block(guest: Face, new_chain: PrefixChain, payloads: Payloads) -> None:
+    await guest.put(new_chain[:3], payloads[:3])
 
-    reports = await client.why(chain)
+    reports = await guest.why(new_chain)
 
     assert [report.tiers for report in reports] == [("dram",)] * 3 + [()] * 5
-    assert [report.key for report in reports] == list(chain.keys)
+    assert [report.key for report in reports] == list(new_chain.keys)
     assert reports[3].reason is MissReason.NEVER_SEEN
 
 
@@ -354,37 +355,37 @@ async def test_opening_a_namespace_returns_the_one_to_use(guest: Face, namespace
         )
 
 
-async def test_single_blocks_are_put_and_got(client: Face, chain: PrefixChain, payloads: Payloads) -> None:
-    assert await client.put_block(chain[:1], payloads[0])
-    assert await client.put_block(chain[:1], payloads[0])
+async def test_single_blocks_are_put_and_got(guest: Face, new_chain: PrefixChain, payloads: Payloads) -> None:
+    assert await guest.put_block(new_chain[:1], payloads[0])
+    assert await guest.put_block(new_chain[:1], payloads[0])
 
-    assert np.array_equal(await client.get_block(chain[:1]), payloads[0])
-    assert await client.get_block(chain[1:2]) is None
+    assert np.array_equal(await guest.get_block(new_chain[:1]), payloads[0])
+    assert await guest.get_block(new_chain[1:2]) is None
     with pytest.raises(InvalidRequest, match="one is expected"):
-        await client.get_block(chain)
+        await guest.get_block(new_chain)
 
 
 async def test_exists_answers_for_each_block_of_a_chain(
-    client: Face, chain: PrefixChain, payloads: Payloads
+    guest: Face, new_chain: PrefixChain, payloads: Payloads
 ) -> None:
-    await client.put(chain[:3], payloads[:3])
-    await client.put(chain[5:6], payloads[5:6])
+    await guest.put(new_chain[:3], payloads[:3])
+    await guest.put(new_chain[5:6], payloads[5:6])
 
-    assert await client.exists(chain) == [True] * 3 + [False] * 2 + [True] + [False] * 2
-    assert await client.exists(chain[:0]) == []
+    assert await guest.exists(new_chain) == [True] * 3 + [False] * 2 + [True] + [False] * 2
+    assert await guest.exists(new_chain[:0]) == []
 
 
 async def test_exists_takes_any_keys_in_any_order(
-    client: Face, chain: PrefixChain, payloads: Payloads, namespace: Namespace
+    guest: Face, new_chain: PrefixChain, payloads: Payloads, namespace: Namespace
 ) -> None:
-    await client.put(chain[:3], payloads[:3])
-    keys = [chain.keys[7], chain.keys[2], chain.keys[7], chain.keys[0], chain.keys[2]]
+    await guest.put(new_chain[:3], payloads[:3])
+    keys = [new_chain.keys[7], new_chain.keys[2], new_chain.keys[7], new_chain.keys[0], new_chain.keys[2]]
 
-    assert await client.exists(keys, namespace=namespace) == [False, True, False, True, True]
+    assert await guest.exists(keys, namespace=namespace) == [False, True, False, True, True]
     with pytest.raises(InvalidRequest, match="need the namespace"):
-        await client.exists(keys)
+        await guest.exists(keys)
     with pytest.raises(InvalidRequest, match="a key has 32 bytes"):
-        await client.exists([b"short"], namespace=namespace)
+        await guest.exists([b"short"], namespace=namespace)
 
 
 async def test_exists_answers_for_ten_thousand_blocks_and_refuses_more(

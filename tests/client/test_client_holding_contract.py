@@ -16,29 +16,31 @@ Payloads = npt.NDArray[np.uint8]
 
 
 async def test_a_match_leases_the_stored_blocks_in_the_same_call(
-    client: Face, chain: PrefixChain, payloads: Payloads
+    guest: Face, new_chain: PrefixChain, payloads: Payloads
 ) -> None:
-    await client.put(chain[:5], payloads[:5])
+    await guest.put(new_chain[:5], payloads[:5])
 
-    found = await client.match(chain, lease=True)
+    found = await guest.match(new_chain, lease=True)
 
     assert (found.blocks, set(found.tiers), found.reason) == (5, {"dram"}, MissReason.NEVER_SEEN)
-    assert found.lease.chain == chain[:5]
-    assert await client.drop(chain) == 0
-    assert (await client.stats())["live_leases"] == 1
+    assert found.lease.chain == new_chain[:5]
+    assert await guest.drop(new_chain) == 0
+    assert (await guest.stats())["live_leases"] == 1
     async with found.lease:
         assert found.lease.is_valid()
         assert 0 < found.lease.remaining_s <= 30
     assert not found.lease.is_valid()
-    assert await client.drop(chain) == 5
+    assert await guest.drop(new_chain) == 5
 
 
-async def test_a_match_without_anything_stored_has_an_empty_lease(client: Face, chain: PrefixChain) -> None:
-    async with (await client.match(chain, lease=True)).lease as lease:
+async def test_a_match_without_anything_stored_has_an_empty_lease(
+    guest: Face, new_chain: PrefixChain
+) -> None:
+    async with (await guest.match(new_chain, lease=True)).lease as lease:
         assert (lease.blocks, lease.reason) == (0, MissReason.NEVER_SEEN)
-        assert await client.view(lease) == []
+        assert await guest.view(lease) == []
         assert not await lease.renew()
-    assert (await client.stats())["live_leases"] == 0
+    assert (await guest.stats())["live_leases"] == 0
 
 
 @in_shared_memory
@@ -104,28 +106,28 @@ async def test_views_stay_readable_after_lease_and_client_have_ended(
     assert not lease.is_valid()
 
 
-async def test_a_released_lease_has_no_views(client: Face, chain: PrefixChain, payloads: Payloads) -> None:
-    await client.put(chain, payloads)
-    lease = await client.lease(chain)
+async def test_a_released_lease_has_no_views(guest: Face, new_chain: PrefixChain, payloads: Payloads) -> None:
+    await guest.put(new_chain, payloads)
+    lease = await guest.lease(new_chain)
     await lease.release()
     await lease.release()
 
-    assert await client.view(lease) == []
+    assert await guest.view(lease) == []
     assert not await lease.renew()
-    assert client.client_stats().ended_leases == 1
-    assert (await client.stats())["lease_events"].get("stale_releases", 0) == 0
+    assert guest.client_stats().ended_leases == 1
+    assert (await guest.stats())["lease_events"].get("stale_releases", 0) == 0
 
 
 async def test_a_renewed_lease_lasts_its_full_time_again(
-    client: Face, chain: PrefixChain, payloads: Payloads
+    guest: Face, new_chain: PrefixChain, payloads: Payloads
 ) -> None:
-    await client.put(chain, payloads)
+    await guest.put(new_chain, payloads)
 
-    async with await client.lease(chain) as lease:
+    async with await guest.lease(new_chain) as lease:
         ends_s = lease.grant.deadline_s
         assert await lease.renew()
         assert lease.grant.deadline_s > ends_s
-        assert (await client.stats())["lease_events"]["renewed"] == 1
+        assert (await guest.stats())["lease_events"]["renewed"] == 1
 
 
 async def test_many_leases_are_held_at_a_time_beside_other_calls(
