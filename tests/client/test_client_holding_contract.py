@@ -119,15 +119,15 @@ async def test_a_released_lease_has_no_views(guest: Face, new_chain: PrefixChain
 
 
 async def test_a_renewed_lease_lasts_its_full_time_again(
-    guest: Face, new_chain: PrefixChain, payloads: Payloads
+    client: Face, chain: PrefixChain, payloads: Payloads
 ) -> None:
-    await guest.put(new_chain, payloads)
+    await client.put(chain, payloads)
 
-    async with await guest.lease(new_chain) as lease:
+    async with await client.lease(chain) as lease:
         ends_s = lease.grant.deadline_s
         assert await lease.renew()
         assert lease.grant.deadline_s > ends_s
-        assert (await guest.stats())["lease_events"]["renewed"] == 1
+        assert (await client.stats())["lease_events"]["renewed"] == 1
 
 
 async def test_many_leases_are_held_at_a_time_beside_other_calls(

@@ -14,7 +14,7 @@ from tests.engines import sglang_scenarios, vllm_scenarios
 from tests.engines.quick import reuse_and_kill
 from tests.engines.replica_process import transfer_config
 from tests.engines.scenario import Outcome, Workshop
-from tests.engines.sglang_process import storage
+from tests.engines.sglang_process import LONG_MS, storage
 from tests.engines.sglang_workshop import LONG, SglangWorkshop
 from tests.engines.stored import address
 
@@ -24,7 +24,11 @@ ENGINES = {
 }
 QUICK: dict[str, Callable[[Any], Outcome]] = {
     "vllm": partial(
-        reuse_and_kill, engine="vllm", through=lambda store: {"transfer": transfer_config(address(store))}
+        reuse_and_kill,
+        engine="vllm",
+        through=lambda store: {
+            "transfer": transfer_config(address(store), lookup_deadline_ms=LONG_MS, load_deadline_ms=LONG_MS)
+        },
     ),
     "sglang": partial(reuse_and_kill, engine="sglang", through=lambda store: storage(address(store), **LONG)),
 }
