@@ -1,7 +1,8 @@
 """A store in another process, and clients of every kind."""
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,9 @@ from tests.store_process import MIB, StoreProcess
 
 PATIENT = Timeouts(match_s=10, fetch_s=10, put_s=10, control_s=10)
 BLOCK_BYTES = 64 << 10
+Start = Callable[[int], StoreProcess]
+"""Returns a running store, given the port of its HTTP face (0: none)."""
+
 NAMESPACE = Namespace("tiny", KVLayout.opaque(block_bytes=BLOCK_BYTES, block_tokens=4))
 
 
@@ -29,6 +33,13 @@ def namespace() -> Namespace:
 def chain() -> PrefixChain:
     """Eight blocks."""
     return NAMESPACE.chain(range(32))
+
+
+@pytest.fixture
+def new_chain(request: pytest.FixtureRequest) -> PrefixChain:
+    """Eight blocks that no other test has."""
+    source = random.Random(request.node.nodeid)
+    return NAMESPACE.chain([source.randrange(1 << 31) for _ in range(32)])
 
 
 @pytest.fixture
@@ -61,20 +72,57 @@ in_shared_memory = pytest.mark.parametrize("client", ["sync", "async", "local"],
 """For tests of what a client over HTTP refuses."""
 
 
-@pytest.fixture(params=["sync", "async", "local", "http", "async_http"])
+KINDS = ["sync", "async", "local", "http", "async_http"]
+
+
+@pytest.fixture(params=KINDS)
 async def client(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Face]:
-    """A client of each kind; what it used must be sound afterwards."""
+    """A client of each kind, of a store of its own; what it used must be sound afterwards."""
+    with contextlib.ExitStack() as stores:
+
+        def start(port: int) -> StoreProcess:
+            return stores.enter_context(StoreProcess(tmp_path, http_port=port))
+
+        async with _connected(request.param, start) as face:
+            yield face
+
+
+@pytest.fixture(scope="module")
+def start_shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Starts a store when the first of a module's tests asks for one."""
+    with contextlib.ExitStack() as stores:
+        started: dict[bool, StoreProcess] = {}
+
+        def start(port: int) -> StoreProcess:
+            if bool(port) not in started:
+                folder = tmp_path_factory.mktemp("shared")
+                process = StoreProcess(folder, http_port=port, dram_bytes=128 * MIB)
+                started[bool(port)] = stores.enter_context(process)
+            return started[bool(port)]
+
+        yield start
+
+
+@pytest.fixture(params=KINDS)
+async def guest(request: pytest.FixtureRequest, start_shared: Start) -> AsyncIterator[Face]:
+    """A client of each kind, of a store that other tests of the module use too."""
+    async with _connected(request.param, start_shared) as face:
+        yield face
+
+
+@contextlib.asynccontextmanager
+async def _connected(kind: str, start: Start) -> AsyncIterator[Face]:
     async with contextlib.AsyncExitStack() as opened:
         face: Face
-        if request.param == "local":
+        if kind == "local":
             tiers = {"dram": {"capacity_bytes": 16 * MIB, "staging_bytes": MIB}}
             local = KVStore.local(Config.from_dict({"tiers": tiers}), timeouts=PATIENT)
             face = SyncFace(opened.enter_context(local))
         else:
-            is_http = "http" in request.param
-            store = opened.enter_context(StoreProcess(tmp_path, http_port=free_port() if is_http else 0))
+            is_http = "http" in kind
+            store = start(free_port() if is_http else 0)
             address = store.url if is_http else store.socket_path
-            if request.param.startswith("async"):
+            if kind.startswith("async"):
                 face = await AsyncKVStore.connect(address, timeouts=PATIENT)
                 await opened.enter_async_context(face)
             else:

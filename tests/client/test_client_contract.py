@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,19 +17,19 @@ from tests.client.facade import Face
 Payloads = npt.NDArray[np.uint8]
 
 
-async def test_what_was_never_put_is_a_miss_with_a_reason(client: Face, chain: PrefixChain) -> None:
-    found = await client.match(chain)
+async def test_what_was_never_put_is_a_miss_with_a_reason(guest: Face, new_chain: PrefixChain) -> None:
+    found = await guest.match(new_chain)
 
     assert (found.blocks, found.tiers, found.reason) == (0, (), MissReason.NEVER_SEEN)
 
 
 async def test_what_was_put_is_matched_and_fetched_exactly(
-    client: Face, chain: PrefixChain, payloads: Payloads
+    guest: Face, new_chain: PrefixChain, payloads: Payloads
 ) -> None:
-    put = await client.put(chain, payloads)
-    found = await client.match(chain)
+    put = await guest.put(new_chain, payloads)
+    found = await guest.match(new_chain)
     buffers = np.zeros_like(payloads)
-    fetched = await client.fetch_into(chain, buffers)
+    fetched = await guest.fetch_into(new_chain, buffers)
 
     assert put == PutResult(stored=8, present=0, dropped=0)
     assert (found.blocks, set(found.tiers), found.reason) == (8, {"dram"}, None)
@@ -40,55 +39,55 @@ async def test_what_was_put_is_matched_and_fetched_exactly(
 
 
 async def test_get_returns_one_array_per_stored_leading_block(
-    client: Face, chain: PrefixChain, payloads: Payloads
+    guest: Face, new_chain: PrefixChain, payloads: Payloads
 ) -> None:
-    await client.put(chain[:3], payloads[:3])
+    await guest.put(new_chain[:3], payloads[:3])
 
-    blocks = await client.get(chain)
+    blocks = await guest.get(new_chain)
 
     assert len(blocks) == 3
     assert np.array_equal(np.stack(blocks), payloads[:3])
 
 
 async def test_a_fetch_ends_at_the_first_block_that_is_not_stored(
-    client: Face, chain: PrefixChain, payloads: Payloads
+    guest: Face, new_chain: PrefixChain, payloads: Payloads
 ) -> None:
-    await client.put(chain[:5], payloads[:5])
+    await guest.put(new_chain[:5], payloads[:5])
 
-    fetched = await client.fetch_into(chain, np.zeros_like(payloads))
+    fetched = await guest.fetch_into(new_chain, np.zeros_like(payloads))
 
     assert (fetched.blocks, fetched.reason) == (5, MissReason.NEVER_SEEN)
 
 
 async def test_present_blocks_are_not_written_again(
-    client: Face, chain: PrefixChain, payloads: Payloads
+    guest: Face, new_chain: PrefixChain, payloads: Payloads
 ) -> None:
-    await client.put(chain[:5], payloads[:5])
+    await guest.put(new_chain[:5], payloads[:5])
 
-    put = await client.put(chain, np.concatenate([np.zeros_like(payloads[:5]), payloads[5:]]))
+    put = await guest.put(new_chain, np.concatenate([np.zeros_like(payloads[:5]), payloads[5:]]))
 
     assert put == PutResult(stored=3, present=5, dropped=0)
-    assert np.array_equal(np.stack(await client.get(chain)), payloads)
+    assert np.array_equal(np.stack(await guest.get(new_chain)), payloads)
 
 
 async def test_a_gap_is_filled_and_the_blocks_behind_it_count_as_present(
-    client: Face, chain: PrefixChain, payloads: Payloads
+    guest: Face, new_chain: PrefixChain, payloads: Payloads
 ) -> None:
-    await client.put(chain[5:], payloads[5:])
+    await guest.put(new_chain[5:], payloads[5:])
 
-    put = await client.put(chain, payloads)
+    put = await guest.put(new_chain, payloads)
 
     assert put == PutResult(stored=5, present=3, dropped=0)
-    assert (await client.match(chain)).blocks == 8
+    assert (await guest.match(new_chain)).blocks == 8
 
 
 async def test_a_continued_chain_is_found_from_its_beginning(
-    client: Face, chain: PrefixChain, payloads: Payloads
+    guest: Face, new_chain: PrefixChain, payloads: Payloads
 ) -> None:
-    await client.put(chain[:4], payloads[:4])
-    await client.put(chain[4:], payloads[4:])
+    await guest.put(new_chain[:4], payloads[:4])
+    await guest.put(new_chain[4:], payloads[4:])
 
-    assert (await client.match(chain)).blocks == 8
+    assert (await guest.match(new_chain)).blocks == 8
 
 
 async def test_blocks_beyond_the_room_are_dropped_from_the_end(client: Face) -> None:
@@ -97,17 +96,20 @@ async def test_blocks_beyond_the_room_are_dropped_from_the_end(client: Face) -> 
     chain = namespace.chain(range(4 * 8))
     payload = np.zeros(8 * (15 << 18), np.uint8)
 
-    put = await client.put(chain, payload, timeout_s=0.5)
+    put, timeout_s = PutResult(stored=0, present=0, dropped=8), 0.5
+    while put.dropped == 8 and timeout_s < 60:  # a busy machine needs longer for the first of them
+        put = await client.put(chain, payload, timeout_s=timeout_s)
+        timeout_s *= 2
 
     assert put.stored + put.present + put.dropped == 8
     assert 0 < put.dropped < 8
     assert len(put.doubtful) == put.dropped
-    assert (await client.match(chain)).blocks == put.stored
+    assert (await client.match(chain)).blocks == put.stored + put.present
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bytearray", "memoryview", "array", "tensor", "typed"])
 async def test_any_contiguous_buffer_is_a_payload(
-    client: Face, chain: PrefixChain, payloads: Payloads, kind: str
+    guest: Face, new_chain: PrefixChain, payloads: Payloads, kind: str
 ) -> None:
     made = {
         "bytes": lambda: payloads.tobytes(),
@@ -118,20 +120,20 @@ async def test_any_contiguous_buffer_is_a_payload(
         "typed": lambda: payloads.view(np.float32).reshape(8, 2, -1),
     }[kind]()
 
-    await client.put(chain, made)
+    assert (await guest.put(new_chain, made)).stored == 8
 
-    assert np.array_equal(np.stack(await client.get(chain)), payloads)
+    assert np.array_equal(np.stack(await guest.get(new_chain)), payloads)
 
 
 async def test_blocks_are_fetched_into_tensors_and_bytearrays(
-    client: Face, chain: PrefixChain, payloads: Payloads
+    guest: Face, new_chain: PrefixChain, payloads: Payloads
 ) -> None:
-    await client.put(chain, payloads)
+    await guest.put(new_chain, payloads)
     tensor = torch.zeros(8, payloads.shape[1] // 2, dtype=torch.bfloat16)
     arrays = [bytearray(payloads.shape[1]) for _ in range(8)]
 
-    into_tensor = await client.fetch_into(chain, tensor)
-    into_arrays = await client.fetch_into(chain, arrays)
+    into_tensor = await guest.fetch_into(new_chain, tensor)
+    into_arrays = await guest.fetch_into(new_chain, arrays)
 
     assert (into_tensor.blocks, into_arrays.blocks) == (8, 8)
     assert np.array_equal(tensor.view(torch.uint8).numpy(), payloads)
@@ -152,49 +154,49 @@ async def test_blocks_are_fetched_into_tensors_and_bytearrays(
     ids=["sizes", "read-only", "count", "total", "strided", "number", "none"],
 )
 async def test_buffers_that_do_not_fit_are_refused_before_anything_is_asked(
-    client: Face, chain: PrefixChain, buffers: object
+    guest: Face, chain: PrefixChain, buffers: object
 ) -> None:
     with pytest.raises(InvalidRequest):
-        await client.fetch_into(chain, buffers)
+        await guest.fetch_into(chain, buffers)
 
 
 async def test_a_payload_of_the_wrong_size_is_refused_with_what_was_expected(
-    client: Face, chain: PrefixChain
+    guest: Face, chain: PrefixChain
 ) -> None:
     with pytest.raises(InvalidRequest, match=r"payloads: 10 bytes, expected 8 blocks of 65536 bytes"):
-        await client.put(chain, b"x" * 10)
+        await guest.put(chain, b"x" * 10)
 
 
 async def test_a_payload_that_differs_from_its_checksum_is_not_stored(
-    client: Face, chain: PrefixChain, payloads: Payloads
+    guest: Face, new_chain: PrefixChain, payloads: Payloads
 ) -> None:
     sums = [checksum(row) for row in payloads]
     sums[3] ^= 1
 
-    put = await client.put(chain, payloads, checksums=sums)
+    put = await guest.put(new_chain, payloads, checksums=sums)
 
     assert (put.stored, put.dropped) == (3, 5)
-    assert (await client.match(chain)).blocks == 3
+    assert (await guest.match(new_chain)).blocks == 3
 
 
-async def test_a_chain_of_a_namespace_that_is_not_open_is_refused(client: Face, namespace: Namespace) -> None:
+async def test_a_chain_of_a_namespace_that_is_not_open_is_refused(guest: Face, namespace: Namespace) -> None:
     with pytest.raises(InvalidRequest, match="open_namespace"):
-        await client.match(namespace.at_epoch(1).chain(range(32)))
+        await guest.match(namespace.at_epoch(1).chain(range(32)))
 
 
-async def test_a_chain_with_too_many_keys_is_refused(client: Face, namespace: Namespace) -> None:
+async def test_a_chain_with_too_many_keys_is_refused(guest: Face, namespace: Namespace) -> None:
     with pytest.raises(InvalidRequest, match="limit 10000"):
-        await client.match(namespace.chain(range(4 * 10_001)))
+        await guest.match(namespace.chain(range(4 * 10_001)))
 
 
 async def test_ten_thousand_keys_are_matched_in_one_request(client: Face, namespace: Namespace) -> None:
     assert (await client.match(namespace.chain(range(4 * 10_000)))).blocks == 0
 
 
-async def test_an_empty_chain_is_answered(client: Face, chain: PrefixChain) -> None:
-    assert (await client.match(chain[:0])).blocks == 0
-    assert (await client.put(chain[:0], b"")) == PutResult(0, 0, 0)
-    assert await client.get(chain[:0]) == []
+async def test_an_empty_chain_is_answered(guest: Face, chain: PrefixChain) -> None:
+    assert (await guest.match(chain[:0])).blocks == 0
+    assert (await guest.put(chain[:0], b"")) == PutResult(0, 0, 0)
+    assert await guest.get(chain[:0]) == []
 
 
 async def test_another_salt_never_sees_the_blocks(
@@ -222,22 +224,22 @@ async def test_parts_of_a_block_are_stored_and_fetched_apart(client: Face) -> No
 
 
 async def test_dropped_blocks_are_a_miss_with_that_reason(
-    client: Face, chain: PrefixChain, payloads: Payloads
+    guest: Face, new_chain: PrefixChain, payloads: Payloads
 ) -> None:
-    await client.put(chain, payloads)
+    await guest.put(new_chain, payloads)
 
-    dropped = await client.drop(chain)
+    dropped = await guest.drop(new_chain)
 
     assert dropped == 8
-    assert (await client.match(chain)).reason is MissReason.DROPPED
+    assert (await guest.match(new_chain)).reason is MissReason.DROPPED
 
 
 async def test_prefetch_counts_the_leading_blocks_in_the_top_tier(
-    client: Face, chain: PrefixChain, payloads: Payloads
+    guest: Face, new_chain: PrefixChain, payloads: Payloads
 ) -> None:
-    await client.put(chain[:6], payloads[:6])
+    await guest.put(new_chain[:6], payloads[:6])
 
-    assert await client.prefetch(chain) == 6
+    assert await guest.prefetch(new_chain) == 6
 
 
 async def test_control_calls_answer(client: Face, chain: PrefixChain, payloads: Payloads) -> None:
@@ -251,25 +253,25 @@ async def test_control_calls_answer(client: Face, chain: PrefixChain, payloads: 
 
 
 @pytest.mark.parametrize("sample_blocks", [-1, 1_000_001, 1 << 64])
-async def test_a_sample_that_no_check_takes_is_misuse(client: Face, sample_blocks: int) -> None:
+async def test_a_sample_that_no_check_takes_is_misuse(guest: Face, sample_blocks: int) -> None:
     with pytest.raises(InvalidRequest):
-        await client.check(sample_blocks)
+        await guest.check(sample_blocks)
 
 
-async def test_a_closed_client_is_misuse(client: Face, chain: PrefixChain) -> None:
-    await client.close()
+async def test_a_closed_client_is_misuse(guest: Face, chain: PrefixChain) -> None:
+    await guest.close()
 
     with pytest.raises(InvalidRequest, match="closed"):
-        await client.ping()
+        await guest.ping()
 
 
-async def test_why_reports_on_every_block(client: Face, chain: PrefixChain, payloads: Payloads) -> None:
-    await client.put(chain[:3], payloads[:3])
+async def test_why_reports_on_every_block(guest: Face, new_chain: PrefixChain, payloads: Payloads) -> None:
+    await guest.put(new_chain[:3], payloads[:3])
 
-    reports = await client.why(chain)
+    reports = await guest.why(new_chain)
 
     assert [report.tiers for report in reports] == [("dram",)] * 3 + [()] * 5
-    assert [report.key for report in reports] == list(chain.keys)
+    assert [report.key for report in reports] == list(new_chain.keys)
     assert reports[3].reason is MissReason.NEVER_SEEN
 
 
@@ -318,11 +320,11 @@ async def test_a_put_that_finds_no_room_says_so(client: Face, namespace: Namespa
 
 @pytest.mark.parametrize("model", ["\ud800", "é" * 4096])
 async def test_an_epoch_of_a_model_that_cannot_be_is_refused_before_it_is_sent(
-    client: Face, model: str
+    guest: Face, model: str
 ) -> None:
     with pytest.raises(InvalidRequest, match="model"):
-        await client.advance_epoch(model)
-    assert (await client.stats())["epochs"] == {}
+        await guest.advance_epoch(model)
+    assert (await guest.stats())["epochs"] == {}
 
 
 async def test_namespaces_are_listed_without_their_salts(client: Face, namespace: Namespace) -> None:
@@ -344,46 +346,46 @@ async def test_demoting_without_a_tier_below_leaves_blocks_where_they_are(
     assert (await client.match(chain)).blocks == 8
 
 
-async def test_opening_a_namespace_returns_the_one_to_use(client: Face, namespace: Namespace) -> None:
-    assert await client.open_namespace(namespace) == namespace
-    assert await client.open_namespace(namespace, is_public=True) == namespace
+async def test_opening_a_namespace_returns_the_one_to_use(guest: Face, namespace: Namespace) -> None:
+    assert await guest.open_namespace(namespace) == namespace
+    assert await guest.open_namespace(namespace, is_public=True) == namespace
     with pytest.raises(InvalidRequest, match="tenant_salt"):
-        await client.open_namespace(
+        await guest.open_namespace(
             Namespace(namespace.model, namespace.layout, tenant_salt=b"s"), is_public=True
         )
 
 
-async def test_single_blocks_are_put_and_got(client: Face, chain: PrefixChain, payloads: Payloads) -> None:
-    assert await client.put_block(chain[:1], payloads[0])
-    assert await client.put_block(chain[:1], payloads[0])
+async def test_single_blocks_are_put_and_got(guest: Face, new_chain: PrefixChain, payloads: Payloads) -> None:
+    assert await guest.put_block(new_chain[:1], payloads[0])
+    assert await guest.put_block(new_chain[:1], payloads[0])
 
-    assert np.array_equal(await client.get_block(chain[:1]), payloads[0])
-    assert await client.get_block(chain[1:2]) is None
+    assert np.array_equal(await guest.get_block(new_chain[:1]), payloads[0])
+    assert await guest.get_block(new_chain[1:2]) is None
     with pytest.raises(InvalidRequest, match="one is expected"):
-        await client.get_block(chain)
+        await guest.get_block(new_chain)
 
 
 async def test_exists_answers_for_each_block_of_a_chain(
-    client: Face, chain: PrefixChain, payloads: Payloads
+    guest: Face, new_chain: PrefixChain, payloads: Payloads
 ) -> None:
-    await client.put(chain[:3], payloads[:3])
-    await client.put(chain[5:6], payloads[5:6])
+    await guest.put(new_chain[:3], payloads[:3])
+    await guest.put(new_chain[5:6], payloads[5:6])
 
-    assert await client.exists(chain) == [True] * 3 + [False] * 2 + [True] + [False] * 2
-    assert await client.exists(chain[:0]) == []
+    assert await guest.exists(new_chain) == [True] * 3 + [False] * 2 + [True] + [False] * 2
+    assert await guest.exists(new_chain[:0]) == []
 
 
 async def test_exists_takes_any_keys_in_any_order(
-    client: Face, chain: PrefixChain, payloads: Payloads, namespace: Namespace
+    guest: Face, new_chain: PrefixChain, payloads: Payloads, namespace: Namespace
 ) -> None:
-    await client.put(chain[:3], payloads[:3])
-    keys = [chain.keys[7], chain.keys[2], chain.keys[7], chain.keys[0], chain.keys[2]]
+    await guest.put(new_chain[:3], payloads[:3])
+    keys = [new_chain.keys[7], new_chain.keys[2], new_chain.keys[7], new_chain.keys[0], new_chain.keys[2]]
 
-    assert await client.exists(keys, namespace=namespace) == [False, True, False, True, True]
+    assert await guest.exists(keys, namespace=namespace) == [False, True, False, True, True]
     with pytest.raises(InvalidRequest, match="need the namespace"):
-        await client.exists(keys)
+        await guest.exists(keys)
     with pytest.raises(InvalidRequest, match="a key has 32 bytes"):
-        await client.exists([b"short"], namespace=namespace)
+        await guest.exists([b"short"], namespace=namespace)
 
 
 async def test_exists_answers_for_ten_thousand_blocks_and_refuses_more(
@@ -404,222 +406,6 @@ async def test_exists_of_an_ended_epoch_is_no(
     await client.advance_epoch(namespace.model)
 
     assert await client.exists(chain) == [False] * 8
-
-
-async def test_a_match_leases_the_stored_blocks_in_the_same_call(
-    client: Face, chain: PrefixChain, payloads: Payloads
-) -> None:
-    await client.put(chain[:5], payloads[:5])
-
-    found = await client.match(chain, lease=True)
-
-    assert (found.blocks, set(found.tiers), found.reason) == (5, {"dram"}, MissReason.NEVER_SEEN)
-    assert found.lease.chain == chain[:5]
-    assert await client.drop(chain) == 0
-    assert (await client.stats())["live_leases"] == 1
-    async with found.lease:
-        assert found.lease.is_valid()
-        assert 0 < found.lease.remaining_s <= 30
-    assert not found.lease.is_valid()
-    assert await client.drop(chain) == 5
-
-
-async def test_a_match_without_anything_stored_has_an_empty_lease(client: Face, chain: PrefixChain) -> None:
-    async with (await client.match(chain, lease=True)).lease as lease:
-        assert (lease.blocks, lease.reason) == (0, MissReason.NEVER_SEEN)
-        assert await client.view(lease) == []
-        assert not await lease.renew()
-    assert (await client.stats())["live_leases"] == 0
-
-
-@in_shared_memory
-async def test_leased_blocks_stay_while_others_need_the_room(
-    client: Face, chain: PrefixChain, payloads: Payloads, namespace: Namespace
-) -> None:
-    await client.put(chain, payloads)
-    other = namespace.chain(range(10_000, 10_000 + 4 * 512))
-
-    async with await client.lease(chain) as lease:
-        for start in range(0, 512, 64):
-            await client.put(other[start : start + 64], np.zeros(64 * (64 << 10), np.uint8))
-        assert lease.is_valid()
-        assert (await client.match(chain)).blocks == 8
-        views = await client.view(lease)
-        assert b"".join(views) == payloads.tobytes()
-    assert (lease.tiers, lease.reason) == (("dram",) * 8, None)
-
-
-@in_shared_memory
-async def test_views_are_read_only_memory_of_the_store_itself(
-    client: Face, chain: PrefixChain, payloads: Payloads
-) -> None:
-    await client.put(chain, payloads)
-
-    async with await client.lease(chain) as lease:
-        first, again = await client.view(lease), await client.view(lease)
-        arrays = [np.frombuffer(view, np.uint8) for view in first]
-
-        assert all(view.readonly and view.format == "B" for view in first)
-        assert all(np.array_equal(array, row) for array, row in zip(arrays, payloads, strict=True))
-        assert [array.ctypes.data for array in arrays] == [
-            np.frombuffer(view, np.uint8).ctypes.data for view in again
-        ]
-        assert all(array.ctypes.data % 4096 == 0 for array in arrays)
-        with pytest.raises(ValueError, match="read-only"):
-            arrays[0][0] = 1
-
-
-@pytest.mark.filterwarnings("ignore:.*buffer is not writable:UserWarning")
-@in_shared_memory
-async def test_views_are_readable_as_tensors(client: Face, chain: PrefixChain, payloads: Payloads) -> None:
-    await client.put(chain, payloads)
-
-    async with await client.lease(chain) as lease:
-        tensor = torch.frombuffer((await client.view(lease))[3], dtype=torch.bfloat16)
-
-        assert np.array_equal(tensor.view(torch.uint8).numpy(), payloads[3])
-
-
-@in_shared_memory
-async def test_views_stay_readable_after_lease_and_client_have_ended(
-    client: Face, chain: PrefixChain, payloads: Payloads
-) -> None:
-    await client.put(chain, payloads)
-    lease = await client.lease(chain)
-    views = await client.view(lease)
-
-    await lease.release()
-    await client.close()
-
-    assert bytes(views[7]) == payloads[7].tobytes()
-    assert not lease.is_valid()
-
-
-async def test_a_released_lease_has_no_views(client: Face, chain: PrefixChain, payloads: Payloads) -> None:
-    await client.put(chain, payloads)
-    lease = await client.lease(chain)
-    await lease.release()
-    await lease.release()
-
-    assert await client.view(lease) == []
-    assert not await lease.renew()
-    assert client.client_stats().ended_leases == 1
-    assert (await client.stats())["lease_events"].get("stale_releases", 0) == 0
-
-
-async def test_a_renewed_lease_lasts_its_full_time_again(
-    client: Face, chain: PrefixChain, payloads: Payloads
-) -> None:
-    await client.put(chain, payloads)
-
-    async with await client.lease(chain) as lease:
-        ends_s = lease.grant.deadline_s
-        assert await lease.renew()
-        assert lease.grant.deadline_s > ends_s
-        assert (await client.stats())["lease_events"]["renewed"] == 1
-
-
-async def test_many_leases_are_held_at_a_time_beside_other_calls(
-    client: Face, chain: PrefixChain, payloads: Payloads
-) -> None:
-    await client.put(chain, payloads)
-
-    leases = [await client.lease(chain[: 1 + at % 8]) for at in range(100)]
-
-    assert (await client.stats())["live_leases"] == 100
-    assert all(lease.is_valid() for lease in leases)
-    assert np.array_equal(np.stack(await client.get(chain)), payloads)
-    for lease in leases:
-        await lease.release()
-    while (await client.stats())["live_leases"]:
-        pass
-
-
-@in_shared_memory
-async def test_reserved_blocks_are_written_in_place_and_committed(
-    client: Face, chain: PrefixChain, payloads: Payloads
-) -> None:
-    await client.put(chain[2:4], payloads[2:4])
-
-    async with await client.reserve(chain) as blocks:
-        assert (await client.match(chain)).blocks == 0
-        assert [block.position for block in blocks] == [0, 1, 4, 5, 6, 7]
-        assert [block.key for block in blocks] == [chain.keys[at] for at in (0, 1, 4, 5, 6, 7)]
-        assert all(block.array.ctypes.data % 4096 == 0 for block in blocks)
-        for block in blocks:
-            block.array[:] = payloads[block.position]
-
-    assert blocks.result == PutResult(stored=6, present=2, dropped=0)
-    assert np.array_equal(np.stack(await client.get(chain)), payloads)
-
-
-@in_shared_memory
-async def test_an_abandoned_reservation_leaves_nothing(client: Face, chain: PrefixChain) -> None:
-    before = (await client.stats())["tiers"]["dram"]["used_bytes"]
-
-    async def fail_half_way() -> Any:
-        async with blocks:
-            assert len(blocks) == 8
-            raise ZeroDivisionError
-
-    blocks = await client.reserve(chain)
-    with pytest.raises(ZeroDivisionError):
-        await fail_half_way()
-
-    assert blocks.result.dropped == 8
-    assert (await client.match(chain)).blocks == 0
-    while (await client.stats())["tiers"]["dram"]["used_bytes"] != before:
-        pass
-
-
-@in_shared_memory
-async def test_a_reservation_is_over_after_its_commit(
-    client: Face, chain: PrefixChain, payloads: Payloads
-) -> None:
-    async with await client.reserve(chain) as blocks:
-        for block in blocks:
-            block.buffer[:] = payloads[block.position].data
-        assert (await blocks.commit()).stored == 8
-        with pytest.raises(InvalidRequest, match="over"):
-            await blocks.commit()
-        await blocks.abandon()
-        with pytest.raises(ValueError, match="released"):
-            bytes(next(iter(blocks)).buffer)
-
-    assert blocks.result.stored == 8
-
-
-@in_shared_memory
-async def test_a_reservation_of_present_blocks_has_none(
-    client: Face, chain: PrefixChain, payloads: Payloads
-) -> None:
-    await client.put(chain, payloads)
-
-    async with await client.reserve(chain) as blocks:
-        assert len(blocks) == 0
-
-    assert blocks.result == PutResult(stored=0, present=8, dropped=0)
-
-
-@in_shared_memory
-async def test_of_two_writers_of_a_block_one_stores_it(
-    client: Face, chain: PrefixChain, payloads: Payloads
-) -> None:
-    async with await client.reserve(chain) as blocks:
-        await client.put(chain, payloads)
-        for block in blocks:
-            block.array[:] = payloads[block.position]
-
-    assert (blocks.result.stored, blocks.result.present) == (0, 8)
-    assert np.array_equal(np.stack(await client.get(chain)), payloads)
-
-
-@in_shared_memory
-async def test_without_a_gpu_pinning_for_cuda_says_why_not(client: Face) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a CUDA device")
-
-    assert await client.register_with_cuda() == "PyTorch sees no CUDA device"
 
 
 async def test_hints_reach_the_store_with_a_request_and_after_it(

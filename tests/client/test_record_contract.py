@@ -34,21 +34,21 @@ async def test_there_is_no_record_that_nobody_put(client: Face) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 65_536, MAX_RECORD_BYTES])
-async def test_a_value_of_any_length_up_to_the_limit_is_kept(client: Face, size: int) -> None:
+async def test_a_value_of_any_length_up_to_the_limit_is_kept(guest: Face, size: int) -> None:
     value = np.random.default_rng(size).integers(0, 256, size, np.uint8)
 
-    assert (await client.put_record("c", "n", value)).is_stored
+    assert (await guest.put_record("c", "n", value)).is_stored
 
-    assert (await client.get_record("c", "n")).value == value.tobytes()
+    assert (await guest.get_record("c", "n")).value == value.tobytes()
 
 
-async def test_a_longer_value_is_refused(client: Face) -> None:
+async def test_a_longer_value_is_refused(guest: Face) -> None:
     with pytest.raises(InvalidRequest, match="limit 1048576"):
-        await client.put_record("c", "n", bytes(MAX_RECORD_BYTES + 1))
+        await guest.put_record("c", "n", bytes(MAX_RECORD_BYTES + 1))
 
 
-async def test_every_put_makes_a_higher_version(client: Face) -> None:
-    versions = [(await client.put_record("c", "n", b"x")).version for _ in range(4)]
+async def test_every_put_makes_a_higher_version(guest: Face) -> None:
+    versions = [(await guest.put_record("c", "n", b"x")).version for _ in range(4)]
 
     assert versions == sorted(set(versions))
 
@@ -143,41 +143,41 @@ async def test_records_of_another_salt_are_others(client: Face) -> None:
 @pytest.mark.parametrize(
     "name", ["", "../x", "a/b", ".hidden", "-x", "a b", "a\n", "\u00e4", "x" * 201, "%2e"]
 )
-async def test_a_name_of_another_form_is_refused(client: Face, name: str) -> None:
+async def test_a_name_of_another_form_is_refused(guest: Face, name: str) -> None:
     for call in (
-        client.put_record("c", name, b""),
-        client.get_record("c", name),
-        client.drop_record("c", name),
-        client.get_record(name, "n"),
+        guest.put_record("c", name, b""),
+        guest.get_record("c", name),
+        guest.drop_record("c", name),
+        guest.get_record(name, "n"),
     ):
         with pytest.raises(InvalidRequest, match="record: its"):
             await call
 
 
 @pytest.mark.parametrize("name", ["a", "resp_0123456789abcdef", "A.b-c_d~e:f@g", "x" * 200])
-async def test_names_hold_letters_digits_and_some_signs(client: Face, name: str) -> None:
-    await client.put_record("c", name, b"v")
+async def test_names_hold_letters_digits_and_some_signs(guest: Face, name: str) -> None:
+    await guest.put_record("c", name, b"v")
 
-    assert (await client.get_record("c", name)).value == b"v"
-    assert [info.name for info in await client.list_records("c", prefix=name)] == [name]
+    assert (await guest.get_record("c", name)).value == b"v"
+    assert [info.name for info in await guest.list_records("c", prefix=name)] == [name]
 
 
 @pytest.mark.parametrize("ttl_s", [0, -1, float("nan"), float("inf"), MAX_TTL_S + 1])
-async def test_a_time_out_of_range_is_refused(client: Face, ttl_s: float) -> None:
+async def test_a_time_out_of_range_is_refused(guest: Face, ttl_s: float) -> None:
     with pytest.raises(InvalidRequest, match="ttl_s"):
-        await client.put_record("c", "n", b"", ttl_s=ttl_s)
+        await guest.put_record("c", "n", b"", ttl_s=ttl_s)
 
 
 @pytest.mark.parametrize("limit", [0, -1, 1001])
-async def test_a_listing_out_of_range_is_refused(client: Face, limit: int) -> None:
+async def test_a_listing_out_of_range_is_refused(guest: Face, limit: int) -> None:
     with pytest.raises(InvalidRequest, match="limit"):
-        await client.list_records("c", limit=limit)
+        await guest.list_records("c", limit=limit)
 
 
 @pytest.mark.parametrize("value", ["text", 3, None, memoryview(b"abcd")[::2]])
-async def test_what_is_no_contiguous_buffer_is_refused(client: Face, value: object) -> None:
+async def test_what_is_no_contiguous_buffer_is_refused(guest: Face, value: object) -> None:
     with pytest.raises(InvalidRequest, match="buffer"):
-        await client.put_record("c", "n", value)
+        await guest.put_record("c", "n", value)
 
 
 async def test_stats_count_puts_and_what_came_of_reads(client: Face) -> None:

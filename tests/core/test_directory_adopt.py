@@ -10,6 +10,7 @@ from kvstore.directory import Copy, CopyState, Directory
 from kvstore.keys import BlockKey, Namespace, PrefixChain
 from kvstore.layout import KVLayout
 from kvstore.tier import BlockHeader, BlockId
+from tests.example_counts import examples
 
 LAYOUT = KVLayout.opaque(block_bytes=4096, block_tokens=1)
 SPACE = Namespace(model="m", layout=LAYOUT)
@@ -58,7 +59,7 @@ def assert_rules(directory: Directory, tier: str) -> None:
         assert directory.used_bytes(tier, space.digest) == used.get(space.digest, 0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(st.integers(0, 1 << 30), st.integers(1, 12), st.integers(1, 5))
 def test_in_any_order_and_in_any_number_of_parts_the_directory_is_the_same(
     seed: int, num_chains: int, num_parts: int
@@ -81,7 +82,7 @@ def test_in_any_order_and_in_any_number_of_parts_the_directory_is_the_same(
         assert (entry.fastest, entry.residency()) == ("ssd", ("ssd",))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.integers(0, 1 << 30))
 def test_when_the_last_adopted_copy_goes_nothing_is_left(seed: int) -> None:
     dice = random.Random(seed)

@@ -15,6 +15,7 @@ from kvstore.state import ManagerSettings
 from kvstore.tier import ReadStatus, WriteStatus
 from kvstore_tiers.dram import DramTier
 from tests.core.gated_tier import GatedTier
+from tests.example_counts import examples
 
 BLOCK_BYTES = 4096
 SPACE = Namespace(model="m", layout=KVLayout.opaque(block_bytes=BLOCK_BYTES, block_tokens=1))
@@ -160,4 +161,4 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 TestManagerModel = ManagerMachine.TestCase
-TestManagerModel.settings = settings(max_examples=150, stateful_step_count=40)
+TestManagerModel.settings = settings(max_examples=examples(150), stateful_step_count=40)

@@ -21,6 +21,7 @@ from kvstore.config import Config
 from kvstore.keys import BlockKey, PrefixChain
 from kvstore.miss import MissReason
 from tests.encryption.node import BLOCK_BYTES, MASTER, space_of, tree
+from tests.example_counts import examples
 from tests.redis_server import RedisServer
 
 KEYS = tuple(BlockKey(bytes([number]) * 32) for number in range(1, 5))
@@ -172,6 +173,6 @@ class SealedNamespacesMachine(NamespacesMachine):
 
 
 TestNamespaces = NamespacesMachine.TestCase
-TestNamespaces.settings = settings(max_examples=40, stateful_step_count=30)
+TestNamespaces.settings = settings(max_examples=examples(40), stateful_step_count=30)
 TestSealedNamespaces = SealedNamespacesMachine.TestCase
-TestSealedNamespaces.settings = settings(max_examples=20, stateful_step_count=30)
+TestSealedNamespaces.settings = settings(max_examples=examples(20), stateful_step_count=30)

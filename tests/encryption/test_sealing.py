@@ -21,6 +21,7 @@ from kvstore_tiers.sealing import (
     seal_payload,
 )
 from tests.encryption.keys import TENANT
+from tests.example_counts import examples
 from tests.tiers.blocks import header, payload
 
 GOLDEN = "2594933e4c83b16b6ba724430f197358bf739fc62be217bf16baf0a6ec08c4bf"
@@ -108,7 +109,7 @@ def test_a_payload_that_changed_in_memory_is_not_sealed() -> None:
     assert seal_payload(key, header(1, data), wrong, buffer) is None
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.integers(0, LENGTH + 8 * 7), st.integers(1, 255))
 def test_a_changed_byte_of_ciphertext_or_seal_opens_nothing(position: int, change: int) -> None:
     sealed = Sealed()

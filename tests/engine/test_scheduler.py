@@ -16,6 +16,7 @@ from kvstore_engine_adapter.scheduler import (
     plan_admissions,
     plan_pass,
 )
+from tests.example_counts import examples
 
 LIMITS = SchedulerLimits(max_seated=4, step_tokens=32, block_tokens=4, ageing_s=10.0)
 
@@ -215,7 +216,7 @@ class Simulated:
             del self.live[span.number]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 2**32))
 def test_all_requests_end_whatever_their_class_length_and_time(seed):
     choose = random.Random(seed)

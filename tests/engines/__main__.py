@@ -5,14 +5,32 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial, update_wrapper
 from pathlib import Path
+from typing import Any
 
 from tests.engines import sglang_scenarios, vllm_scenarios
+from tests.engines.quick import reuse_and_kill
+from tests.engines.replica_process import transfer_config
 from tests.engines.scenario import Outcome, Workshop
+from tests.engines.sglang_process import LONG_MS, storage
+from tests.engines.sglang_workshop import LONG, SglangWorkshop
+from tests.engines.stored import address
 
 ENGINES = {
     "vllm": (Workshop, vllm_scenarios.SCENARIOS),
-    "sglang": (sglang_scenarios.SglangWorkshop, sglang_scenarios.SCENARIOS),
+    "sglang": (SglangWorkshop, sglang_scenarios.SCENARIOS),
+}
+QUICK: dict[str, Callable[[Any], Outcome]] = {
+    "vllm": partial(
+        reuse_and_kill,
+        engine="vllm",
+        through=lambda store: {
+            "transfer": transfer_config(address(store), lookup_deadline_ms=LONG_MS, load_deadline_ms=LONG_MS)
+        },
+    ),
+    "sglang": partial(reuse_and_kill, engine="sglang", through=lambda store: storage(address(store), **LONG)),
 }
 
 
@@ -23,8 +41,11 @@ def main() -> int:
     parser.add_argument("--engine", choices=list(ENGINES), default="vllm", help="vllm by default")
     parser.add_argument("--json", action="store_true", help="print one JSON list instead of lines")
     parser.add_argument("--keep", type=Path, help="folder for models and logs, kept")
+    parser.add_argument("--quick", action="store_true", help="run one short scenario instead")
     given = parser.parse_args()
     make_shop, scenarios = ENGINES[given.engine]
+    if given.quick:
+        scenarios = (update_wrapper(QUICK[given.engine], reuse_and_kill),)
     names = [scenario.__name__ for scenario in scenarios]
     unknown = set(given.scenarios) - set(names)
     if unknown:

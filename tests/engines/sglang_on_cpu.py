@@ -1,4 +1,5 @@
-"""What SGLang lacks on a CPU: packages that only GPUs need, and three copies between device and host pages.
+"""What SGLang lacks on a CPU: packages that only GPUs need, three copies between device and host
+pages, and attention that finds windows in a pool of their own.
 
 ``install`` is called before SGLang is imported, in the main process and in those that it spawns.
 """
@@ -6,7 +7,7 @@
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 ABSENT = ("torchvision", "torchaudio", "sgl_kernel", "cutlass", "pandas", "IPython")
@@ -80,6 +81,28 @@ def install() -> None:
         make(self, *given, **named)
 
     mha.MHATokenToKVPoolHost.__init__ = make_unpinned
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        setattr(TorchNativeAttnBackend, name, _reading_windows(getattr(TorchNativeAttnBackend, name)))
+
+
+def _reading_windows(run: Callable) -> Callable:
+    """Have attention read windows where they lie.
+
+    SGLang's attention in plain torch writes layers with a window into their own pool, and reads them by the
+    indices of the other one: prompts that reuse anything are answered wrongly, with and without HiCache.
+    """
+
+    def run_translated(self: object, *given: object, **named: object) -> object:
+        window = named.get("sliding_window_size")
+        if self.use_sliding_window_kv_pool and window is not None and window > -1:
+            query, output, keys, values, table, *rest = given
+            table = self.token_to_kv_pool.translate_loc_from_full_to_swa(table)
+            given = (query, output, keys, values, table, *rest)
+        return run(self, *given, **named)
+
+    return run_translated
 
 
 def _copy_direct(

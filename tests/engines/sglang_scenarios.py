@@ -1,152 +1,92 @@
 """Scenarios of SGLang with the storage backend. Each takes a Workshop and returns an Outcome."""
 
-import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-from tests.engines.scenario import Outcome, Workshop, batches, tokens
-from tests.engines.sglang_process import LONG_MS, SglangReplica, sglang_python, storage
-from tests.engines.stored import address, await_blocks, corrupt_blocks
-from tests.store_damage import damage_memory
+from kvstore import Part
+from tests.engines.scenario import Outcome, batches
+from tests.engines.sglang_process import storage
+from tests.engines.sglang_trouble import (
+    full_store,
+    random_failures,
+    slow_store,
+    store_in_trouble,
+    store_never_there,
+    trouble_in_the_middle,
+    two_at_once,
+)
+from tests.engines.sglang_workshop import ENGINE, LONG, PAGE, SHARED, SglangWorkshop
+from tests.engines.stored import address, await_blocks, drop_pages
 from tests.store_process import StoreProcess
-
-ENGINE = "sglang"
-_SHARED = 288
-_LATE_S = 10.0
-"""Far beyond every deadline; shorter delays are reported, not judged: the machine may be busy."""
-
-_LONG: dict[str, object] = {"lookup_deadline_ms": LONG_MS, "load_deadline_ms": LONG_MS}
-
-
-class SglangWorkshop(Workshop):
-    """A folder with models and logs, and the answers of SGLang without a storage backend."""
-
-    def python(self) -> Path:
-        """Return SGLang's own Python."""
-        return sglang_python()
-
-    def replica(self, name: str, *, model: Path | None = None, **arguments: object) -> SglangReplica:  # type: ignore[override]  # what scenarios use of it is the same
-        """Return an engine that is not started."""
-        return SglangReplica(model or self.model(), self.log(name), **arguments)  # type: ignore[arg-type]
 
 
 def reuse(shop: SglangWorkshop) -> Outcome:
     """A producer, then a fresh consumer, over the zero-copy interface."""
-    return _reuse(shop, "reuse", {})
+    outcome = Outcome(ENGINE, "reuse")
+    with shop.store("reuse") as store:
+        _reuse(shop, outcome, store)
+    return outcome
 
 
 def reuse_generic(shop: SglangWorkshop) -> Outcome:
     """The same over the generic interface, from host pages in another layout."""
-    return _reuse(shop, "reuse_generic", {"hicache_mem_layout": "layer_first"}, interface_v1=False)
+    outcome = Outcome(ENGINE, "reuse_generic")
+    with shop.store("reuse_generic") as store:
+        _reuse(shop, outcome, store, hicache={"hicache_mem_layout": "layer_first"}, interface_v1=False)
+    return outcome
+
+
+def reuse_by_two_ranks(shop: SglangWorkshop) -> Outcome:
+    """The same with two tensor-parallel ranks; what only one of them has is not used."""
+    outcome = Outcome(ENGINE, "reuse_by_two_ranks")
+    prompt = batches(1)[0][0]
+    with shop.store("ranks") as store:
+        _reuse(shop, outcome, store, key="two-ranks", engine=_TWO_RANKS)
+        dropped = drop_pages(store, [prompt], part=Part(0, 1, 1, 2), first=4)
+        outcome.demand(dropped == 5, f"the second rank had {dropped} of 5 pages")
+        # A page whose other part was computed is stored again by both.
+        with shop.replica("ranks-apart", **storage(address(store), **LONG) | _TWO_RANKS) as replica:
+            got = replica.ask([prompt])
+        outcome.compare(got, shop.reference("two-ranks", lambda: batches(1), **_TWO_RANKS)[0], what="apart")
+        outcome.demand(got.external == 4 * PAGE, f"apart: {got.external} of {4 * PAGE} tokens")
+    return outcome
+
+
+def reuse_hybrid(shop: SglangWorkshop) -> Outcome:
+    """The same with a model of which every other layer has a window, in a pool of its own (v2 interface)."""
+    outcome = Outcome(ENGINE, "reuse_hybrid")
+    with shop.store("hybrid") as store:
+        _reuse(shop, outcome, store, key="hybrid", engine={"model": shop.model("windows")})
+    said = "".join(log.read_text(errors="replace") for log in shop.folder.glob("*reuse_hybrid-*.log"))
+    outcome.demand(said.count("kvstore: shares the pool swa") == 2, "the windows had no pool of their own")
+    return outcome
+
+
+# On one NUMA node SGLang has to be told which processors are whose.
+_TWO_RANKS: dict[str, object] = {"tp_size": 2, "environ": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}}
 
 
 def _reuse(
-    shop: SglangWorkshop, scenario: str, more: dict[str, object], *, interface_v1: bool = True
-) -> Outcome:
-    outcome = Outcome(ENGINE, scenario)
-    wanted = shop.reference("llama", lambda: batches(1))
-    with shop.store(scenario) as store:
-        arguments = storage(address(store), interface_v1=interface_v1, **_LONG) | more
-        for who in ("producer", "consumer"):
-            with shop.replica(f"{scenario}-{who}", **arguments) as replica:
-                got = [replica.ask(batch) for batch in batches(1)]
-            for one, other in zip(got, wanted, strict=True):
-                outcome.compare(one, other, what=who)
-            outcome.notes[who] = [one.cached for one in got]
-            outcome.notes[f"{who}, from storage"] = [one.external for one in got]
-    outcome.external_tokens = got[0].external or 0
-    outcome.demand(outcome.external_tokens == _SHARED, f"{outcome.external_tokens} of {_SHARED} tokens")
-    return outcome
-
-
-def store_never_there(shop: SglangWorkshop) -> Outcome:
-    """No store at all."""
-    outcome = Outcome(ENGINE, "store_never_there")
-    wanted = shop.reference("llama", lambda: batches(1))
-    with shop.replica("nobody", **storage(f"unix:{shop.folder}/nobody.sock")) as replica:
-        for batch, other in zip(batches(1), wanted, strict=True):
-            outcome.compare(replica.ask(batch), other)
-    outcome.notes["seconds_without"] = round(sum(one.seconds for one in wanted), 3)
-    return outcome
-
-
-def store_in_trouble(shop: SglangWorkshop) -> Outcome:
-    """One engine while its store freezes, goes on, is killed, comes back empty, is full of damage."""
-    outcome = Outcome(ENGINE, "store_in_trouble")
-    seeds = range(10, 14)
-    wanted = shop.reference("trouble", lambda: [[tokens(seed, 300)] for seed in seeds])
-    with (
-        shop.store("trouble") as store,
-        shop.replica("trouble", **storage(address(store), lookup_deadline_ms=1000)) as replica,
-    ):
-        _ask_in_trouble(outcome, replica, store, dict(zip(seeds, wanted, strict=True)))
-    outcome.notes["seconds_without"] = round(max(one.seconds for one in wanted), 3)
-    return outcome
-
-
-def _ask_in_trouble(
-    outcome: Outcome, replica: SglangReplica, store: StoreProcess, wanted: dict[int, Any]
+    shop: SglangWorkshop,
+    outcome: Outcome,
+    store: StoreProcess,
+    *,
+    key: str = "llama",
+    engine: dict[str, object] | None = None,
+    hicache: dict[str, object] | None = None,
+    interface_v1: bool = True,
 ) -> None:
-    def ask(seed: int, what: str) -> float:
-        answer = replica.ask([tokens(seed, 300)], reset=True)
-        outcome.compare(answer, wanted[seed], what=what)
-        outcome.notes[what] = {"from_storage": answer.external, "seconds": round(answer.seconds, 3)}
-        outcome.demand(answer.seconds < _LATE_S, f"{what}: {answer.seconds:.1f} s")
-        return answer.external or 0
-
-    ask(10, "cold")
-    await_blocks(store, 10)
-    outcome.demand(ask(10, "warm") == _SHARED, "warm: nothing was reused")
-    store.pause()
-    ask(11, "frozen, new prompt")
-    ask(10, "frozen, stored prompt")
-    store.resume()
-    time.sleep(3)
-    outcome.demand(ask(10, "goes on") == _SHARED, "goes on: nothing was reused")
-    store.kill()
-    ask(10, "killed, stored prompt")
-    ask(12, "killed, new prompt")
-    store.start()
-    time.sleep(3)
-    ask(10, "back and empty")
-    await_blocks(store, 10)
-    outcome.external_tokens = ask(10, "stored again")
-    outcome.demand(outcome.external_tokens == _SHARED, "stored again: nothing was reused")
-    damage_memory(store)
-    outcome.demand(ask(10, "damaged") == 0, "damaged: pages were used")
-    outcome.notes["corrupt_blocks"] = corrupt = corrupt_blocks(store)
-    outcome.demand(corrupt > 0, "damaged: the store has noticed nothing")
-    ask(13, "after the damage, new prompt")
-    time.sleep(3)
-    outcome.demand(ask(13, "after the damage, stored") == _SHARED, "after the damage: nothing was reused")
-
-
-def killed_in_the_middle(shop: SglangWorkshop) -> Outcome:
-    """The store freezes, is killed and restarts while batches are computed."""
-    outcome = Outcome(ENGINE, "killed_in_the_middle")
-    prompts = [tokens(100 + at, 200) for at in range(24)]
-    wanted = shop.reference("middle", lambda: [prompts])[0]
-    with shop.store("middle") as store, shop.replica("middle", **storage(address(store))) as replica:
-        outcome.compare(replica.ask(prompts), wanted, what="first")
-        for what, hurt, heal in (
-            ("frozen", store.pause, store.resume),
-            ("killed", store.kill, store.start),
-        ):
-            for delay_s in (0.0, 0.03, 0.1):
-                replica.begin(prompts, reset=True)
-                time.sleep(delay_s)
-                hurt()
-                answer = replica.finish()
-                heal()
-                outcome.compare(answer, wanted, what=what)
-                note = {"from_storage": answer.external, "seconds": round(answer.seconds, 3)}
-                outcome.notes[f"{what} after {delay_s} s"] = note
-                outcome.demand(answer.seconds < wanted.seconds + _LATE_S, f"{what}: {answer.seconds:.1f} s")
-                time.sleep(2)
-                replica.ask(prompts, reset=True)
-    outcome.notes["seconds_without"] = round(wanted.seconds, 3)
-    return outcome
+    wanted = shop.reference(key, lambda: batches(1), **engine or {})
+    arguments = storage(address(store), interface_v1=interface_v1, **LONG) | (engine or {}) | (hicache or {})
+    for who in ("producer", "consumer"):
+        with shop.replica(f"{outcome.scenario}-{who}", **arguments) as replica:
+            got = [replica.ask(batch) for batch in batches(1)]
+            await_blocks(store, 10)
+        for one, other in zip(got, wanted, strict=True):
+            outcome.compare(one, other, what=who)
+        outcome.notes[who] = [one.cached for one in got]
+        outcome.notes[f"{who}, from storage"] = [one.external for one in got]
+    outcome.external_tokens = got[0].external or 0
+    outcome.demand(outcome.external_tokens == SHARED, f"{outcome.external_tokens} of {SHARED} tokens")
 
 
 def others_on_one_store(shop: SglangWorkshop) -> Outcome:
@@ -169,7 +109,7 @@ def _others(shop: SglangWorkshop, scenario: str, kinds: dict[str, dict[str, obje
     outcome = Outcome(ENGINE, scenario)
     prompt = batches(1)[0]
     with shop.store(scenario) as store:
-        with shop.replica(f"{scenario}-first", **storage(address(store), **_LONG)) as replica:
+        with shop.replica(f"{scenario}-first", **storage(address(store), **LONG)) as replica:
             replica.ask(prompt)
             await_blocks(store, 9)
         for name, more in kinds.items():
@@ -177,7 +117,7 @@ def _others(shop: SglangWorkshop, scenario: str, kinds: dict[str, dict[str, obje
             reference, given = ("llama", {}) if is_same_computation else (f"other-{name}", more)
             wanted = shop.reference(reference, lambda: batches(1), **given)
             options = {"salt": "of another team"} if name == "salt" else {}
-            arguments = storage(address(store), **_LONG, **options) | more
+            arguments = storage(address(store), **LONG, **options) | more
             with shop.replica(f"{scenario}-{name}", **arguments) as replica:
                 got = replica.ask(prompt)
             outcome.compare(got, wanted[0], what=name)
@@ -186,38 +126,18 @@ def _others(shop: SglangWorkshop, scenario: str, kinds: dict[str, dict[str, obje
     return outcome
 
 
-def random_failures(shop: SglangWorkshop) -> Outcome:
-    """SGLang's own switches: calls of the backend that come late or fail at random."""
-    outcome = Outcome(ENGINE, "random_failures")
-    prompts = batches(1)
-    wanted = shop.reference("llama", lambda: prompts)
-    environ = {
-        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.05",
-        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.3",
-    }
-    with (
-        shop.store("random") as store,
-        shop.replica("random", environ=environ, **storage(address(store), **_LONG)) as replica,
-    ):
-        for turn in range(8):
-            for batch, other in zip(prompts, wanted, strict=True):
-                got = replica.ask(batch, reset=True)
-                outcome.compare(got, other, what=f"turn {turn}")
-                outcome.external_tokens += got.external or 0
-        outcome.demand(
-            "failure_prob=0.3" in replica.log.read_text(errors="replace"), "SGLang injected no failures"
-        )
-    outcome.demand(outcome.external_tokens > 0, "nothing was reused at all")
-    return outcome
-
-
 SCENARIOS: tuple[Callable[[SglangWorkshop], Outcome], ...] = (
     reuse,
     reuse_generic,
     store_never_there,
     store_in_trouble,
-    killed_in_the_middle,
+    trouble_in_the_middle,
+    full_store,
+    slow_store,
+    two_at_once,
     random_failures,
     others_on_one_store,
     other_layout_and_salt,
+    reuse_by_two_ranks,
+    reuse_hybrid,
 )

@@ -1,6 +1,6 @@
 """Makes a small model with random weights, to be run with the engines' own Python.
 
-``python tiny_model.py FOLDER SEED llama|hybrid``
+``python tiny_model.py FOLDER SEED llama|hybrid|windows``
 """
 
 import sys
@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -19,8 +21,12 @@ from transformers import (
 VOCABULARY = 512
 
 
-def make(folder: Path, *, seed: int, is_hybrid: bool) -> None:
-    """Write a model of 3 layers, or of 6 of which one attends to everything, and a tokenizer."""
+def make(folder: Path, *, seed: int, kind: str) -> None:
+    """Write a model and a tokenizer.
+
+    ``llama``: 3 layers. ``hybrid``: 6, of which one attends to all tokens, the others to a window.
+    ``windows``: 4, every other one with a window, which SGLang keeps in a pool of their own.
+    """
     torch.manual_seed(seed)
     sizes = {
         "vocab_size": VOCABULARY,
@@ -36,7 +42,19 @@ def make(folder: Path, *, seed: int, is_hybrid: bool) -> None:
         "eos_token_id": 2,
         "pad_token_id": 0,
     }
-    if is_hybrid:
+    if kind == "windows":
+        sizes["tie_word_embeddings"] = True
+        types = ["sliding_attention", "full_attention"] * 2
+        config = Cohere2Config(
+            **sizes,
+            num_hidden_layers=4,
+            sliding_window=64,
+            layer_types=types,
+            is_hybrid_swa=True,
+            hybrid_layer_pattern=[1, 0, 1, 0],
+        )
+        model = Cohere2ForCausalLM(config)
+    elif kind == "hybrid":
         config = Gemma3TextConfig(**sizes, num_hidden_layers=6, sliding_window=64)
         model = Gemma3ForCausalLM(config)
     else:
@@ -51,4 +69,4 @@ def make(folder: Path, *, seed: int, is_hybrid: bool) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]), seed=int(sys.argv[2]), is_hybrid=sys.argv[3] == "hybrid")
+    make(Path(sys.argv[1]), seed=int(sys.argv[2]), kind=sys.argv[3])

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvstore.errors import InvalidLayout
 from kvstore_kernels import reference
+from tests.example_counts import examples
 from tests.kernels.conftest import UnderTest
 from tests.kernels.specs import FP8, WIDE
 
@@ -34,7 +35,7 @@ def generator_of(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     seed=st.integers(0, 2**32 - 1),
     dtype=st.sampled_from(DTYPES),
@@ -73,7 +74,7 @@ def test_gathered_blocks_scattered_again_are_the_same_pages(
     assert same_bits(other, expected)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(seed=st.integers(0, 2**32 - 1), first=st.integers(0, 3), count=st.integers(1, 3))
 def test_a_range_of_layers_moves_alone(under_test: UnderTest, seed: int, first: int, count: int) -> None:
     generator = generator_of(seed)
@@ -89,7 +90,7 @@ def test_a_range_of_layers_moves_alone(under_test: UnderTest, seed: int, first: 
     assert same_bits(blocks, expected)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(seed=st.integers(0, 2**32 - 1))
 def test_pages_of_separate_layers_gather_into_blocks(under_test: UnderTest, seed: int) -> None:
     by_layer = random_bytes((5, 2, 7, 16, 2, 64), torch.float16, generator_of(seed)).to(under_test.device)
@@ -102,7 +103,7 @@ def test_pages_of_separate_layers_gather_into_blocks(under_test: UnderTest, seed
     assert same_bits(blocks, pool[slots])
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     seed=st.integers(0, 2**32 - 1),
     wide=st.sampled_from(WIDE),
@@ -139,7 +140,7 @@ def test_blocks_are_quantised_and_dequantised_on_the_way(
     assert same_numbers(back, back_expected)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     seed=st.integers(0, 2**32 - 1),
     dtype=st.sampled_from(DTYPES),
@@ -173,7 +174,7 @@ def test_new_rows_land_in_their_slots(
     assert same_bits(pool, expected)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     seed=st.integers(0, 2**32 - 1),
     wide=st.sampled_from(WIDE),

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvstore.errors import TierFull
 from kvstore_tiers.slots import SlotAllocator
+from tests.example_counts import examples
 
 PAGE = 4096
 CAPACITY = 96 * PAGE
@@ -90,7 +91,7 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
         assert self.slots.check() == []
 
 
-AllocatorAgainstModel.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+AllocatorAgainstModel.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestAllocatorAgainstModel = AllocatorAgainstModel.TestCase
 
 

@@ -13,6 +13,7 @@ from kvstore.layout import Part
 from kvstore.tier import BlockHeader, BlockId
 from kvstore_tiers.ssd_record import PLAIN_FORM, IndexRecord
 from kvstore_tiers.ssd_record_table import RecordTable
+from tests.example_counts import examples
 from tests.tiers.blocks import header, payload
 
 PAGE = 4096
@@ -158,7 +159,7 @@ def expected_without_overlaps(records: list[IndexRecord], limit: int) -> list[In
     return sorted(kept, key=lambda record: record.recency)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     st.lists(
         st.tuples(st.integers(0, 30), st.integers(1, 6), st.permutations(range(12))),

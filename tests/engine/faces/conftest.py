@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from kvstore_engine_adapter.faces.memory_records import MemoryRecords
 from kvstore_engine_adapter.model import load_model
 from tests.engine.faces.face_server import face_server
+from tests.engine.faces.session_kit import apis
 from tests.engine.tiny_model import TinyModel
 
 
@@ -29,3 +31,14 @@ async def server(lively):
 async def client(server):
     async with server.async_openai() as client:
         yield client
+
+
+@pytest.fixture
+def records():
+    return MemoryRecords()
+
+
+@pytest.fixture
+async def api(lively, records):
+    async with apis(lively, records) as (api,):
+        yield api
