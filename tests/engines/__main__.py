@@ -7,11 +7,23 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.engines import sglang_scenarios, vllm_scenarios
+from tests.engines import (
+    sglang_scenarios,
+    vllm_request_scenarios,
+    vllm_scenarios,
+    vllm_tier_scenarios,
+)
 from tests.engines.scenario import Outcome, Workshop
 
 ENGINES = {
-    "vllm": (Workshop, vllm_scenarios.SCENARIOS),
+    "vllm": (
+        Workshop,
+        (
+            *vllm_scenarios.SCENARIOS,
+            *vllm_tier_scenarios.SCENARIOS,
+            *vllm_request_scenarios.SCENARIOS,
+        ),
+    ),
     "sglang": (sglang_scenarios.SglangWorkshop, sglang_scenarios.SCENARIOS),
 }
 

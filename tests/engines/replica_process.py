@@ -52,13 +52,13 @@ def engine_environ(*, in_process: bool = True, more: Mapping[str, str] | None = 
 
 
 def transfer_config(store: str, **options: object) -> dict[str, object]:
-    """Return vLLM's ``kv_transfer_config`` with this connector."""
+    """Return vLLM's ``kv_transfer_config`` with this connector, which loads whatever is there."""
     return {
         "kv_connector": "KVStoreConnector",
         "kv_connector_module_path": "kvstore_engine_adapter.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"store": store, **options},
+        "kv_connector_extra_config": {"store": store, "loads": "always", **options},
     }
 
 

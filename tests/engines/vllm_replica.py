@@ -1,7 +1,8 @@
 """One vLLM engine in a process, told by JSON lines what to do; run with the engines' own Python.
 
 The first line on stdin has ``LLM``'s arguments. Then each line has prompts; each answer is a line on the
-original stdout, everything else goes to stderr.
+original stdout, everything else goes to stderr. ``told`` are ``kv_transfer_params``, ``lora`` the name,
+number and folder of an adapter.
 """
 
 import json
@@ -24,12 +25,17 @@ def main() -> None:
         asked = json.loads(line)
         if asked.get("reset"):
             engine.reset_prefix_cache()
+        told = asked.get("told")
         sampling = SamplingParams(
-            temperature=0.0, max_tokens=asked["max_tokens"], ignore_eos=True, logprobs=asked.get("logprobs")
+            temperature=0.0,
+            max_tokens=asked["max_tokens"],
+            ignore_eos=True,
+            logprobs=asked.get("logprobs"),
+            extra_args=None if told is None else {"kv_transfer_params": told},
         )
         prompts = [{"prompt_token_ids": tokens} | asked.get("more", {}) for tokens in asked["prompts"]]
         started_s = time.monotonic()
-        outputs = engine.generate(prompts, sampling, use_tqdm=False)
+        outputs = engine.generate(prompts, sampling, use_tqdm=False, lora_request=_adapter(asked.get("lora")))
         seconds = time.monotonic() - started_s
         _say(
             answers,
@@ -44,6 +50,14 @@ def main() -> None:
             },
         )
     del engine
+
+
+def _adapter(named: list | None) -> object:
+    if named is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(*named)
 
 
 def _logprobs(output: object) -> list[float]:

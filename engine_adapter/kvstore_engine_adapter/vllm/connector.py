@@ -14,9 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # pyright: igno
 )
 
 from kvstore.client import KVStore
-from kvstore.errors import InvalidConfig, KVStoreError
-from kvstore_engine_adapter.model_identity import NotNameable, commit_in_cache
-from kvstore_engine_adapter.vllm.identity import EngineIdentity, identify
+from kvstore.errors import InvalidConfig
+from kvstore_engine_adapter.vllm.engine_identity import identify_engine
+from kvstore_engine_adapter.vllm.kv_events import StoredParts, as_vllm_events
 from kvstore_engine_adapter.vllm.options import ConnectorOptions
 from kvstore_engine_adapter.vllm.plans import StepPlan
 from kvstore_engine_adapter.vllm.scheduler_side import SchedulerSide
@@ -55,32 +55,26 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._worker: WorkerSide | None = None
         self._has_many_groups = len(kv_cache_config.kv_cache_groups) > 1
         self._failed_pages: set[int] = set()
-        self._identity = self._identify(vllm_config, kv_cache_config)
+        self._identity = identify_engine(
+            vllm_config, kv_cache_config, self._options, version=str(vllm.__version__)
+        )
         if self._identity is None:
             return
+        events = getattr(vllm_config, "kv_events_config", None)
+        tells_events = bool(getattr(events, "enable_kv_cache_events", False))
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(self._connect(), self._identity, self._options)
+            self._scheduler = SchedulerSide(
+                self._connect(), self._identity, self._options, tells_events=tells_events
+            )
             logger.info(
                 "kvstore: shares blocks of %d tokens through %s",
                 self._identity.block_tokens,
                 self._options.store,
             )
         else:
-            self._worker = WorkerSide(self._connect(), self._identity, self._options, rank=_rank())
-
-    def _identify(self, vllm_config: Any, kv_cache_config: Any) -> EngineIdentity | None:
-        try:
-            return identify(
-                vllm_config,
-                kv_cache_config,
-                self._options,
-                version=str(vllm.__version__),
-                none_hash=_none_hash(vllm_config),
-                resolve_revision=commit_in_cache,
+            self._worker = WorkerSide(
+                self._connect(), self._identity, self._options, rank=_rank(), tells_saves=tells_events
             )
-        except (NotNameable, KVStoreError) as error:
-            logger.error("kvstore: nothing is shared: %s", error)
-            return None
 
     def _connect(self) -> KVStore:
         return KVStore.connect(self._options.store, is_read_only=self._options.is_read_only)
@@ -131,6 +125,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         """Return the pages that loads left without their bytes."""
         failed, self._failed_pages = self._failed_pages, set()
         return failed
+
+    def build_connector_worker_meta(self) -> StoredParts | None:
+        """Return which blocks this rank has stored since, if events are told."""
+        stored = () if self._worker is None else self._worker.take_stored()
+        return StoredParts(stored) if stored else None
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         """Return what this side has counted since the last time."""
@@ -217,8 +216,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         return False
 
     def take_events(self) -> Iterable[Any]:
-        """Return no events: the store tells its own."""
-        return ()
+        """Return what this engine has stored, and what of it lookups and loads have found gone since."""
+        if self._scheduler is None or self._identity is None:
+            return ()
+        return as_vllm_events(self._scheduler.take_events(), self._identity.block_tokens)
 
 
 def _rank() -> int:
@@ -228,12 +229,3 @@ def _rank() -> int:
     )
 
     return int(get_tensor_model_parallel_rank())
-
-
-def _none_hash(vllm_config: Any) -> bytes:
-    """Return the seed of the block hashes as vLLM makes it from this environment."""
-    from vllm.utils.hashing import get_hash_fn_by_name  # pyright: ignore[reportMissingImports]
-    from vllm.v1.core import kv_cache_utils  # pyright: ignore[reportMissingImports]
-
-    hash_fn = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
-    return bytes(hash_fn(kv_cache_utils.resolve_none_hash_seed(hash_fn)))

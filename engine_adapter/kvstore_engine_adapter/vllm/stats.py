@@ -11,20 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # pyright: i
     KVConnectorStats,
 )
 
-NAMES = {
-    "lookups": "lookups that were made",
-    "found_blocks": "blocks that lookups found",
-    "failed_loads": "requests of which a block that was found could not be loaded",
-    "loads": "loads, by ranks",
-    "loaded_blocks": "blocks loaded, by ranks",
-    "loaded_bytes": "bytes loaded, by ranks",
-    "failed_blocks": "blocks that could not be loaded, and were computed",
-    "saved_blocks": "blocks stored, by ranks",
-    "saved_bytes": "bytes stored, by ranks",
-    "present_blocks": "blocks that were stored already",
-    "dropped_blocks": "blocks that were not stored: no room, no time, no store",
-}
-MISS = "miss_"
+from kvstore_engine_adapter.vllm.counted import MISS, NAMES
 
 
 class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not installed where types are checked

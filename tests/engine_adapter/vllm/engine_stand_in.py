@@ -103,6 +103,18 @@ class StandInEngine:
         assert self.ask(request) == 0
         self._compute(request, self._allocate(request, 0), 0)
 
+    def await_events(self) -> list[Any]:
+        """Step until the connector has something to tell."""
+        until_s = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < until_s:
+            self._step(_output())
+            events = list(self.scheduler.take_events())
+            if events:
+                time.sleep(0.05)
+                self._step(_output())
+                return events + list(self.scheduler.take_events())
+        raise AssertionError("no events")
+
     def _ask(self, request: Request, ran: Ran, computed: int) -> int:
         until_s = time.monotonic() + _PATIENCE_S
         while time.monotonic() < until_s:
@@ -182,6 +194,17 @@ class StandInEngine:
                                 name,
                             )
 
+    def _bring(self, meta: Any) -> None:
+        if meta is not None:
+            self.scheduler.update_connector_output(
+                SimpleNamespace(
+                    invalid_block_ids=set(),
+                    failed_recving=set(),
+                    finished_recving=set(),
+                    kv_connector_worker_meta=meta,
+                )
+            )
+
     def _step(self, output: Any, forward: Callable[[], None] = lambda: None) -> list[Any]:
         plan = self.scheduler.build_connector_meta(output)
         results = []
@@ -197,6 +220,7 @@ class StandInEngine:
             worker.clear_connector_metadata()
             found.invalid_block_ids = bad
             results.append(found)
+            self._bring(worker.build_connector_worker_meta())
         self.scheduler.get_kv_connector_stats()
         return results
 
