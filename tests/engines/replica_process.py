@@ -32,6 +32,7 @@ class Answer:
     finish: list[str]
     preemptions: float | None
     external: float | None
+    left: dict[str, int] | None = None
 
 
 def engine_python() -> Path:

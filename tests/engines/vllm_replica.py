@@ -46,6 +46,7 @@ def main() -> None:
                 "cached": [output.num_cached_tokens for output in outputs],
                 "finish": [output.outputs[0].finish_reason for output in outputs],
                 "preemptions": _counter(engine, "vllm:num_preemptions"),
+                "left": _left(engine),
                 "external": _counter(engine, "vllm:external_prefix_cache_hits"),
             },
         )
@@ -63,6 +64,23 @@ def _adapter(named: list | None) -> object:
 def _logprobs(output: object) -> list[float]:
     found = getattr(output, "logprobs", None) or []
     return [at[token].logprob for at, token in zip(found, output.token_ids, strict=True)]
+
+
+def _left(engine: object) -> dict[str, int] | None:
+    """Return what vLLM's scheduler still holds when nothing is asked; None: it is in another process."""
+    try:
+        scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    except AttributeError:
+        return None
+    pool = scheduler.kv_cache_manager.block_pool
+    return {
+        "requests": len(scheduler.requests),
+        "waiting": len(scheduler.waiting),
+        "running": len(scheduler.running),
+        "loading": len(scheduler.finished_recving_kv_req_ids),
+        "blocks": pool.num_gpu_blocks - 1 - pool.free_block_queue.num_free_blocks,
+        "referenced": sum(block.ref_cnt for block in pool.blocks if not block.is_null),
+    }
 
 
 def _counter(engine: object, name: str) -> float | None:

@@ -1,5 +1,6 @@
 """Scenarios of vLLM whose requests say more than a prompt: adapters, tenants, hints; and its events."""
 
+import json
 import shutil
 import subprocess
 import time
@@ -149,4 +150,18 @@ def _stored(heard: "zmq.Socket[bytes]") -> list[Any]:
     ]
 
 
-SCENARIOS = (requests_that_say_more, lora, tier_lora)
+def contract(shop: Workshop) -> Outcome:
+    """What vLLM's own tests demand of any connector, asked of this one."""
+    outcome = Outcome(ENGINE, "contract")
+    file = shop.folder / "contract.json"
+    script = Path(__file__).with_name("vllm_contract.py")
+    with shop.store("contract") as store, shop.log("contract").open("wb") as log:
+        command = [str(shop.python()), str(script), str(shop.model()), address(store), str(file)]
+        subprocess.run(command, check=True, env=engine_environ(), stdout=log, stderr=log)
+    for what, is_so in json.loads(file.read_text()).items():
+        outcome.notes[what] = is_so
+        outcome.demand(bool(is_so), f"not so: {what}")
+    return outcome
+
+
+SCENARIOS = (contract, requests_that_say_more, lora, tier_lora)

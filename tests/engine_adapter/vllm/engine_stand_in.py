@@ -1,6 +1,7 @@
 """An engine that calls the connector in the order in which vLLM 0.32 does, and checks every block it gets."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -67,6 +68,7 @@ class StandInEngine:
             self.workers.append(worker)
         self.scheduler = connector(config, KVConnectorRole.SCHEDULER, cache)
         self._next_page = 1
+        self._counts: Counter[str] = Counter()
 
     def close(self) -> None:
         for one in (*self.workers, self.scheduler):
@@ -102,6 +104,12 @@ class StandInEngine:
         """Look up and compute a request, as far as where it may be preempted."""
         assert self.ask(request) == 0
         self._compute(request, self._allocate(request, 0), 0)
+
+    def counted(self) -> Counter[str]:
+        """Return what the scheduler's side has counted since the start."""
+        stats = self.scheduler.get_kv_connector_stats()
+        self._counts.update({} if stats is None else stats.data)
+        return self._counts
 
     def await_events(self) -> list[Any]:
         """Step until the connector has something to tell."""
@@ -221,7 +229,7 @@ class StandInEngine:
             found.invalid_block_ids = bad
             results.append(found)
             self._bring(worker.build_connector_worker_meta())
-        self.scheduler.get_kv_connector_stats()
+        self.counted()
         return results
 
 

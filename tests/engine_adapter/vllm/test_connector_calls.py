@@ -339,7 +339,7 @@ def test_values_that_are_wrong_are_counted_and_change_nothing(
     await_blocks(store, 9)
     engine = make_engine()
     assert engine.ask(request("1-bb", **told(lookup="yes", what=1))) == 288
-    assert engine.scheduler.get_kv_connector_stats().data["bad_params"] == 2
+    assert engine.counted()["bad_params"] == 2
 
 
 def test_the_end_of_a_session_is_told_of_all_its_blocks(make_engine: MakeEngine, store: StoreProcess) -> None:
@@ -404,4 +404,4 @@ def test_blocks_that_are_computed_sooner_than_they_are_loaded_are_computed(
     policy = engine.scheduler._scheduler._speeds._policy
     policy.prefill.factor = 1e-9
     assert engine.ask(request("2-cc")) == 0
-    assert engine.scheduler.get_kv_connector_stats().data["cheaper_computed_blocks"] == 9
+    assert engine.counted()["cheaper_computed_blocks"] == 9
