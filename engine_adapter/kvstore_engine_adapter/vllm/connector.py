@@ -4,18 +4,17 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # pyright: ignore[reportMissingImports]
+from kvstore.client import KVStore
+from kvstore.errors import InvalidConfig
+from kvstore_engine_adapter.vllm.engine_identity import identify_engine
+from kvstore_engine_adapter.vllm.interface import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
+    tensor_parallel_rank,
 )
-
-from kvstore.client import KVStore
-from kvstore.errors import InvalidConfig
-from kvstore_engine_adapter.vllm.engine_identity import identify_engine
 from kvstore_engine_adapter.vllm.kv_events import StoredParts, as_vllm_events
 from kvstore_engine_adapter.vllm.options import ConnectorOptions
 from kvstore_engine_adapter.vllm.plans import StepPlan
@@ -31,7 +30,7 @@ logger = logging.getLogger("vllm.kvstore")
 KVConnectorMetadata.register(StepPlan)
 
 
-class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not there for mypy
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM's classes have no types
     """Shares vLLM's blocks through a store: loads ahead of a request, saves after each step.
 
     vLLM makes one for the scheduler and one for each worker. If blocks of this configuration cannot be named
@@ -55,9 +54,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._worker: WorkerSide | None = None
         self._has_many_groups = len(kv_cache_config.kv_cache_groups) > 1
         self._failed_pages: set[int] = set()
-        self._identity = identify_engine(
-            vllm_config, kv_cache_config, self._options, version=str(vllm.__version__)
-        )
+        self._identity = identify_engine(vllm_config, kv_cache_config, self._options)
         if self._identity is None:
             return
         events = getattr(vllm_config, "kv_events_config", None)
@@ -73,7 +70,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             )
         else:
             self._worker = WorkerSide(
-                self._connect(), self._identity, self._options, rank=_rank(), tells_saves=tells_events
+                self._connect(),
+                self._identity,
+                self._options,
+                rank=tensor_parallel_rank(),
+                tells_saves=tells_events,
             )
 
     def _connect(self) -> KVStore:
@@ -220,12 +221,3 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if self._scheduler is None or self._identity is None:
             return ()
         return as_vllm_events(self._scheduler.take_events(), self._identity.block_tokens)
-
-
-def _rank() -> int:
-    # Imported here because only a worker has ranks.
-    from vllm.distributed import (  # pyright: ignore[reportMissingImports]
-        get_tensor_model_parallel_rank,
-    )
-
-    return int(get_tensor_model_parallel_rank())

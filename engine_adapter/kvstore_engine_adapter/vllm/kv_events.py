@@ -4,20 +4,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vllm.distributed.kv_events import (  # pyright: ignore[reportMissingImports]
+from kvstore.keys import BlockKey
+from kvstore_engine_adapter.vllm.block_events import RemovedBlocks, StoredBlocks
+from kvstore_engine_adapter.vllm.interface import (
     MEDIUM_STORAGE,
     BlockRemoved,
     BlockStored,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # pyright: ignore[reportMissingImports]
     KVConnectorWorkerMetadata,
-)
-from vllm.v1.core.kv_cache_utils import (  # pyright: ignore[reportMissingImports]
     maybe_convert_block_hash,
 )
-
-from kvstore.keys import BlockKey
-from kvstore_engine_adapter.vllm.block_events import RemovedBlocks, StoredBlocks
 
 _OWNER = "kvstore"
 

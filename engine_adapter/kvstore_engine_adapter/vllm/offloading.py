@@ -4,16 +4,12 @@ import copy
 import logging
 from typing import Any
 
-import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # pyright: ignore[reportMissingImports]
-    KVConnectorRole,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (  # pyright: ignore[reportMissingImports]
-    OffloadingConnector,
-)
-
 from kvstore.errors import InvalidConfig
 from kvstore_engine_adapter.vllm.engine_identity import identify_engine
+from kvstore_engine_adapter.vllm.interface import (
+    KVConnectorRole,
+    OffloadingConnector,
+)
 from kvstore_engine_adapter.vllm.options import ConnectorOptions
 from kvstore_engine_adapter.vllm.tier_engine import TierEngine
 
@@ -39,7 +35,7 @@ class KVStoreOffloadingConnector(OffloadingConnector):  # type: ignore[misc]  # 
         options = _options(extra)
         self._engine: TierEngine | None = None
         if role is KVConnectorRole.SCHEDULER:
-            identity = identify_engine(vllm_config, kv_cache_config, options, version=str(vllm.__version__))
+            identity = identify_engine(vllm_config, kv_cache_config, options)
             self._engine = TierEngine(identity, options)
         super().__init__(_completed(vllm_config, self._engine), role, kv_cache_config)
 

@@ -6,12 +6,11 @@ Counts of one interval; vLLM adds up those of all workers and of the scheduler.
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # pyright: ignore[reportMissingImports]
+from kvstore_engine_adapter.vllm.counted import MISS, NAMES
+from kvstore_engine_adapter.vllm.interface import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
-
-from kvstore_engine_adapter.vllm.counted import MISS, NAMES
 
 
 class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not installed where types are checked

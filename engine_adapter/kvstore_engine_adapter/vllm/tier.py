@@ -8,25 +8,20 @@ import logging
 from collections.abc import Collection, Iterable
 from typing import Any
 
-import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (  # pyright: ignore[reportMissingImports]
-    OffloadingConnectorStats,
-)
-from vllm.v1.kv_offload.base import (  # pyright: ignore[reportMissingImports]
-    LookupResult,
-    Medium,
-    OffloadingCounterMetadata,
-    OffloadingEvent,
-    RequestOffloadingContext,
-)
-from vllm.v1.kv_offload.tiering.base import (  # pyright: ignore[reportMissingImports]
-    JobResult,
-    SecondaryTierManager,
-)
-
 from kvstore.errors import InvalidLayout, KVStoreError
 from kvstore_engine_adapter.model_identity import NotNameable
 from kvstore_engine_adapter.vllm.counted import MISS, NAMES
+from kvstore_engine_adapter.vllm.interface import (
+    VERSION,
+    JobResult,
+    LookupResult,
+    Medium,
+    OffloadingConnectorStats,
+    OffloadingCounterMetadata,
+    OffloadingEvent,
+    RequestOffloadingContext,
+    SecondaryTierManager,
+)
 from kvstore_engine_adapter.vllm.tier_engine import TierEngine
 from kvstore_engine_adapter.vllm.tier_requests import Answer
 from kvstore_engine_adapter.vllm.tier_rows import TierRows, chunk_bytes_of, chunk_identity
@@ -76,7 +71,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not th
         if engine.identity is None:
             return None
         try:
-            identity = chunk_identity(engine.identity, spec, version=str(vllm.__version__))
+            identity = chunk_identity(engine.identity, spec, version=VERSION)
             rows = TierRows(view, chunk_bytes_of(spec))
         except (NotNameable, InvalidLayout, KVStoreError) as error:
             logger.error("kvstore: nothing is shared: %s", error)

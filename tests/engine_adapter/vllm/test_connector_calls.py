@@ -1,5 +1,6 @@
 """The connector, called in the order in which vLLM calls it, with a real store."""
 
+import importlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -405,3 +406,16 @@ def test_blocks_that_are_computed_sooner_than_they_are_loaded_are_computed(
     policy.prefill.factor = 1e-9
     assert engine.ask(request("2-cc")) == 0
     assert engine.counted()["cheaper_computed_blocks"] == 9
+
+
+def test_vllms_minor_version_decides_which_names_are_used(
+    connector: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    shim_of = importlib.import_module("kvstore_engine_adapter.vllm.interface").shim_of
+    assert shim_of("0.32.0+cpu") == shim_of("0.32.1") == "interface_0_32"
+    assert not caplog.records
+    assert shim_of("0.33.0rc1") == "interface_0_32"
+    assert "0.33.0rc1 was not tried" in caplog.text
+    for version in ("0.31.9", "dev"):
+        with pytest.raises(ImportError, match="need 0.32 or a later one"):
+            shim_of(version)

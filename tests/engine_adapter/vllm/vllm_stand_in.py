@@ -144,7 +144,10 @@ def install(monkeypatch: pytest.MonkeyPatch, *, rank: list[int]) -> None:
 
 def forget_connector() -> None:
     """Have the connector's modules be imported again."""
-    for name in ("connector", "stats", "kv_events", "engine_identity", "offloading", "tier"):
+    for name in (
+        *("connector", "stats", "kv_events", "engine_identity", "offloading", "tier"),
+        *("interface", "interface_0_32"),
+    ):
         sys.modules.pop(f"kvstore_engine_adapter.vllm.{name}", None)
         vars(sys.modules.get("kvstore_engine_adapter.vllm", SimpleNamespace())).pop(name, None)
 
