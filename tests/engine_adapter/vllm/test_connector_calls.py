@@ -417,5 +417,5 @@ def test_vllms_minor_version_decides_which_names_are_used(
     assert shim_of("0.33.0rc1") == "interface_0_32"
     assert "0.33.0rc1 was not tried" in caplog.text
     for version in ("0.31.9", "dev"):
-        with pytest.raises(ImportError, match="need 0.32 or a later one"):
+        with pytest.raises(ImportError, match="or a later one"):
             shim_of(version)
