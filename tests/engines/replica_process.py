@@ -21,6 +21,10 @@ ENVIRON = {
 }
 
 
+PATIENT = {"lookup_deadline_ms": 20_000, "load_deadline_ms": 20_000}
+"""Deadlines for scenarios that judge what is reused: the machine may be busy."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What one batch of prompts got."""

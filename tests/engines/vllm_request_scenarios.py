@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 import zmq
 
-from tests.engines.replica_process import Answer, ReplicaProcess, engine_environ, transfer_config
+from tests.engines.replica_process import PATIENT, Answer, ReplicaProcess, engine_environ, transfer_config
 from tests.engines.scenario import Outcome, Workshop, batches, tokens
 from tests.engines.stored import address, await_blocks
 from tests.engines.vllm_tier_scenarios import tier_config
@@ -43,7 +43,7 @@ def _lora(shop: Workshop, scenario: str, configure: Any) -> Outcome:
         len({str(one.tokens) for one in wanted.values()}) == 3, "the adapters change nothing: no test"
     )
     with shop.store(scenario) as store:
-        transfer = configure(address(store))
+        transfer = configure(address(store), **PATIENT)
         with shop.replica(f"{scenario}-producer", transfer=transfer, **_LORA) as replica:
             for count, name in enumerate(("", "a", "b"), 1):
                 _learn(replica, folders, name)
@@ -106,7 +106,9 @@ def requests_that_say_more(shop: Workshop) -> Outcome:
     with (
         shop.store("more") as store,
         _listener(endpoint) as heard,
-        shop.replica("more", transfer=transfer_config(address(store)), kv_events_config=events) as replica,
+        shop.replica(
+            "more", transfer=transfer_config(address(store), **PATIENT), kv_events_config=events
+        ) as replica,
     ):
         for what, told, tokens_reused in asked:
             got = replica.ask(prompt, reset=True, told={"kvstore": told})

@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+from tests.engines.replica_process import PATIENT
 from tests.engines.scenario import Outcome, Workshop, batches, tokens
 from tests.engines.stored import address, await_blocks
 from tests.store_process import StoreProcess
@@ -65,7 +66,7 @@ def _reuse(
     key = kind if not more else f"tier-{scenario}"
     wanted = shop.reference(key, lambda: batches(1), model=model, **more)
     with shop.store(scenario) as store:
-        transfer = tier_config(address(store), vllm=own)
+        transfer = tier_config(address(store), vllm=own, **PATIENT)
         for who in ("producer", "consumer"):
             with shop.replica(f"{scenario}-{who}", model=model, transfer=transfer, **more) as replica:
                 got = [replica.ask(batch) for batch in batches(1)]

@@ -419,3 +419,22 @@ def test_vllms_minor_version_decides_which_names_are_used(
     for version in ("0.31.9", "dev"):
         with pytest.raises(ImportError, match="or a later one"):
             shim_of(version)
+
+
+def test_hints_go_with_what_is_stored_and_what_is_loaded(
+    make_engine: MakeEngine, store: StoreProcess
+) -> None:
+    for name, call in (("0-aa", "put"), ("1-bb", "fetch_into")):
+        engine = make_engine()
+        heard: list[Hints | None] = []
+        client = engine.workers[0]._worker._client
+        tell = getattr(client, call)
+
+        def hear(*given: Any, tell: Any = tell, heard: Any = heard, **rest: Any) -> Any:
+            heard.append(rest.get("hints"))
+            return tell(*given, **rest)
+
+        setattr(client, call, hear)
+        engine.answer(request(name, **told(priority=2, is_one_off=True)))
+        await_blocks(store, 9)
+        assert heard == [Hints(priority=2, is_one_off=True)]
