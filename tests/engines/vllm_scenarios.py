@@ -251,7 +251,9 @@ def server(shop: Workshop) -> Outcome:
     not_saved, not_looked_up = {"kvstore": {"save": False}}, {"kvstore": {"lookup": False}}
     with (
         shop.store("server") as store,
-        ServerProcess(shop.model(), shop.log("server"), transfer_config(address(store))) as process,
+        ServerProcess(
+            shop.model(), shop.log("server"), transfer_config(address(store), **PATIENT)
+        ) as process,
     ):
         asked: tuple[tuple[str, dict[str, Any]], ...] = (
             ("not saved", {"kv_transfer_params": not_saved}),
