@@ -30,7 +30,7 @@ class KVStoreOffloadingConnector(OffloadingConnector):  # type: ignore[misc]  # 
         InvalidConfig: an option of the store is unknown or has a bad value.
     """
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         options = _options(extra)
         self._engine: TierEngine | None = None

@@ -20,7 +20,7 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not ins
         """Count from zero."""
         self.data.clear()
 
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+    def aggregate(self, other: "ConnectorStats") -> "ConnectorStats":
         """Add another's counts."""
         for name, count in other.data.items():
             self.data[name] = self.data.get(name, 0) + count
