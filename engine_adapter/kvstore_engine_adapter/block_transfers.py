@@ -14,22 +14,27 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.client import KVStore
 from kvstore.errors import KVStoreError
-from kvstore.keys import PrefixChain
+from kvstore.hints import Hints
+from kvstore.keys import BlockKey, PrefixChain
 from kvstore.layout import Part
 from kvstore.miss import MissReason
+from kvstore.results import PutResult
 from kvstore_engine_adapter.counts import Counts
 
 logger = logging.getLogger(__name__)
 
 Payloads = npt.NDArray[np.uint8]
 """``[blocks, block_bytes]`` uint8, C order, CPU: the bytes of blocks of one group."""
+
+Rows: TypeAlias = Payloads | Sequence[npt.NDArray[np.uint8]]
+"""The same, or a row ``[block_bytes]`` for each block, anywhere in memory."""
 
 _WINDOW_BYTES = 16 << 20
 _THREADS = 2
@@ -39,7 +44,7 @@ _AWAY_S = 1.0
 class Snapshot(Protocol):
     """Bytes that were read from pages, or are on their way."""
 
-    def payloads(self) -> Payloads:
+    def payloads(self) -> Rows:
         """Wait until they are here, and return them. In any thread."""
 
 
@@ -56,6 +61,14 @@ class EnginePages(Protocol):
         """Write blocks into pages that nobody else uses; return when they are there. In any thread."""
 
 
+@runtime_checkable
+class HostPages(EnginePages, Protocol):
+    """Pages that are host memory: blocks are loaded into them without a copy in between."""
+
+    def in_place(self, group: int, pages: Sequence[int]) -> Sequence[npt.NDArray[np.uint8]]:
+        """Return the pages in place, each ``[block_bytes]``, writable."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupMove:
     """Blocks of one group and the pages they are in, or go to, in the same order."""
@@ -67,18 +80,34 @@ class GroupMove:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """All blocks that are loaded, or saved, for one request at one time."""
+    """All blocks that are loaded, or saved, for one request at one time; ``hints``: what it knows of them."""
 
     request_id: str
     groups: tuple[GroupMove, ...]
+    hints: Hints | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LoadDone:
-    """A load has ended; ``failed`` are the (group, page) that hold nothing of value."""
+    """A load has ended after ``seconds``; ``failed`` are the (group, page) that hold nothing of value."""
 
     request_id: str
     failed: tuple[tuple[int, int], ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SaveDone:
+    """A save has ended after ``seconds``; ``stored`` are the keys that it has put into the store.
+
+    ``num_present`` others were there already, ``num_dropped`` are not there.
+    """
+
+    request_id: str
+    stored: tuple[BlockKey, ...] = ()
+    num_present: int = 0
+    num_dropped: int = 0
+    seconds: float = 0.0
 
 
 class BlockLoads:
@@ -138,9 +167,10 @@ class BlockLoads:
 
     def _run(self, move: Move, until_s: float) -> None:
         failed: list[tuple[int, int]] = []
+        began_s = self._clock()
         try:
             for one in move.groups:
-                loaded = self._load(one, until_s)
+                loaded = self._load(one, until_s, move.hints)
                 failed += [(one.group, page) for page in one.pages[loaded:]]
                 self.counts.add("loaded_blocks", loaded)
         except Exception:
@@ -149,25 +179,27 @@ class BlockLoads:
             failed = [(one.group, page) for one in move.groups for page in one.pages]
         self.counts.add("loads")
         self.counts.add("failed_blocks", len(failed))
-        self._done.put(LoadDone(move.request_id, tuple(failed)))
+        self._done.put(LoadDone(move.request_id, tuple(failed), self._clock() - began_s))
         self._ended.set()
 
-    def _load(self, move: GroupMove, until_s: float) -> int:
+    def _load(self, move: GroupMove, until_s: float, hints: Hints | None) -> int:
         """Load blocks window by window; returns how many leading ones are in their pages."""
         size_bytes = self._pages.block_bytes(move.group)
         step = max(1, min(len(move.pages), _WINDOW_BYTES // size_bytes))
-        buffer: Payloads = np.empty((step, size_bytes), np.uint8)
+        pages = self._pages
+        host = pages if isinstance(pages, HostPages) else None
+        buffer: Payloads = np.empty((0 if host is not None else step, size_bytes), np.uint8)
         for start in range(0, len(move.pages), step):
             chain = move.chain[start : start + step]
             left_s = until_s - self._clock()
             if left_s <= 0:
                 return start
-            result = self._client.fetch_into(
-                chain, list(buffer[: len(chain)]), part=self._part, timeout_s=left_s
-            )
+            there = move.pages[start : start + step]
+            rows = list(buffer[: len(chain)]) if host is None else list(host.in_place(move.group, there))
+            result = self._client.fetch_into(chain, rows, part=self._part, timeout_s=left_s, hints=hints)
             if result.blocks:
-                pages = move.pages[start : start + result.blocks]
-                self._pages.write(move.group, pages, buffer[: result.blocks])
+                if host is None:
+                    pages.write(move.group, there[: result.blocks], buffer[: result.blocks])
                 self.counts.add("loaded_bytes", result.blocks * size_bytes)
             if result.blocks < len(chain):
                 reason = "unknown" if result.reason is None else result.reason.value
@@ -179,7 +211,8 @@ class BlockLoads:
 class BlockSaves:
     """Saves under way, at most ``queue_bytes`` of snapshots at a time. Best effort.
 
-    After a store did not answer, what waits is dropped for a second.
+    After a store did not answer, what waits is dropped for a second. If ``reports``, the end of each save
+    comes out of ``take_done``, which has to be called then.
     """
 
     def __init__(
@@ -190,6 +223,7 @@ class BlockSaves:
         *,
         queue_bytes: int = 256 << 20,
         timeout_s: float = 1.0,
+        reports: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
@@ -197,53 +231,105 @@ class BlockSaves:
         self._part = part
         self._queue_bytes = queue_bytes
         self._timeout_s = timeout_s
+        self._reports = reports
         self._clock = clock
         self._away_until_s = -math.inf
         self._held_bytes = 0
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="kvstore-save")
+        self._done: queue.SimpleQueue[SaveDone] = queue.SimpleQueue()
+        self._num_running = 0
         self.counts = Counts()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no save is under way, or waits to be taken. Only with ``reports``."""
+        return self._num_running == 0
 
     def begin(self, move: Move) -> None:
         """Take a snapshot and store it later; dropped if too much waits already. In the engine's thread."""
+        taken: list[tuple[GroupMove, Snapshot]] = []
+        held_bytes = num_dropped = 0
         for one in move.groups:
             size_bytes = self._pages.block_bytes(one.group) * len(one.pages)
             with self._lock:
                 has_room = self._held_bytes + size_bytes <= self._queue_bytes
                 self._held_bytes += size_bytes if has_room else 0
             if not has_room:
-                self.counts.add("dropped_blocks", len(one.pages))
+                num_dropped += len(one.pages)
                 continue
-            snapshot = self._pages.read(one.group, one.pages)
-            self._threads.submit(self._run, one, snapshot, size_bytes)
+            held_bytes += size_bytes
+            taken.append((one, self._pages.read(one.group, one.pages)))
+        self.counts.add("dropped_blocks", num_dropped)
+        self._num_running += self._reports
+        if taken:
+            self._threads.submit(self._run, move, taken, held_bytes, num_dropped)
+        elif self._reports:
+            self._done.put(SaveDone(move.request_id, num_dropped=num_dropped))
+
+    def take_done(self) -> list[SaveDone]:
+        """Return the saves that have ended since."""
+        done: list[SaveDone] = []
+        while True:
+            try:
+                done.append(self._done.get_nowait())
+            except queue.Empty:
+                break
+        self._num_running -= len(done)
+        return done
 
     def close(self, *, patience_s: float = 5.0) -> None:
-        """Store what waits, for at most ``patience_s``; then drop the rest."""
+        """Store what waits, for at most ``patience_s``; then drop the rest, and wait for what is running."""
         until_s = time.monotonic() + patience_s
         while self._held_bytes and time.monotonic() < until_s:
             time.sleep(0.005)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _run(self, move: GroupMove, snapshot: Snapshot, size_bytes: int) -> None:
+    def _run(
+        self, move: Move, taken: Sequence[tuple[GroupMove, Snapshot]], held_bytes: int, num_dropped: int
+    ) -> None:
+        began_s = self._clock()
+        stored: list[BlockKey] = []
+        num_present = 0
+        try:
+            for one, snapshot in taken:
+                result = self._save(one, snapshot, move.hints)
+                num_dropped += len(one.pages) if result is None else result.dropped
+                if result is not None:
+                    num_present += result.present
+                    doubtful = set(result.doubtful)
+                    if result.stored:
+                        stored += [key for at, key in enumerate(one.chain.keys) if at not in doubtful]
+        finally:
+            with self._lock:
+                self._held_bytes -= held_bytes
+            if self._reports:
+                seconds = self._clock() - began_s
+                self._done.put(SaveDone(move.request_id, tuple(stored), num_present, num_dropped, seconds))
+
+    def _save(self, move: GroupMove, snapshot: Snapshot, hints: Hints | None) -> PutResult | None:
+        """Store blocks of one group; None: it could not be tried."""
         try:
             if self._clock() < self._away_until_s:
                 self.counts.add("dropped_blocks", len(move.pages))
-                return
+                return None
             payloads = snapshot.payloads()
-            result = self._client.put(move.chain, list(payloads), part=self._part, timeout_s=self._timeout_s)
-            self.counts.add("saved_blocks", result.stored)
-            self.counts.add("present_blocks", result.present)
-            self.counts.add("dropped_blocks", result.dropped)
-            if result.reason in (MissReason.TIMED_OUT, MissReason.UNAVAILABLE):
-                # What waits behind it would wait as long, one after another.
-                self._away_until_s = self._clock() + _AWAY_S
-            self.counts.add("saved_bytes", result.stored * self._pages.block_bytes(move.group))
+            result = self._client.put(
+                move.chain, list(payloads), part=self._part, timeout_s=self._timeout_s, hints=hints
+            )
         except KVStoreError as error:
             self.counts.add("dropped_blocks", len(move.pages))
             logger.debug("save: %s", error)
+            return None
         except Exception:
             self.counts.add("dropped_blocks", len(move.pages))
             logger.exception("save: failed; these blocks are not shared")
-        finally:
-            with self._lock:
-                self._held_bytes -= size_bytes
+            return None
+        self.counts.add("saved_blocks", result.stored)
+        self.counts.add("present_blocks", result.present)
+        self.counts.add("dropped_blocks", result.dropped)
+        self.counts.add("saved_bytes", result.stored * self._pages.block_bytes(move.group))
+        if result.reason in (MissReason.TIMED_OUT, MissReason.UNAVAILABLE):
+            # What waits behind it would wait as long, one after another.
+            self._away_until_s = self._clock() + _AWAY_S
+        return result

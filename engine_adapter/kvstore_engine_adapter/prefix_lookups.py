@@ -45,25 +45,30 @@ class GroupChain:
     """The blocks of one group of layers that could be loaded, in order.
 
     ``window_blocks``: only so many blocks before the end of what is loaded are needed (sliding windows);
-    None: all of them.
+    None: all of them. ``is_each``: what of it is needed is the engine's affair, so these blocks bound
+    nothing, and ``each_found`` says of every one whether it is stored.
     """
 
     chain: PrefixChain
     window_blocks: int | None = None
+    is_each: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
     """How many leading blocks can be loaded, the leases on them, and why there are no more.
 
-    ``is_away``: the store did not answer. The reason does not say so: it may be that of a slower tier behind
-    a store that has answered.
+    ``tiers`` are those that the leading blocks are in, of the first group's first part. ``each``: for every
+    group that is asked about block by block, which of its blocks are stored. ``is_away``: the store did not
+    answer. The reason does not say so: it may be that of a slower tier behind a store that has answered.
     """
 
     blocks: int = 0
     leases: tuple[Lease, ...] = ()
     reason: str | None = None
     is_away: bool = False
+    tiers: tuple[str, ...] = ()
+    each: tuple[tuple[bool, ...], ...] = ()
 
 
 @dataclass(slots=True)
@@ -130,6 +135,24 @@ class PrefixLookups:
             return 0
         return self._answer(asked, start, chains)
 
+    def each_found(self, request_id: str) -> tuple[tuple[bool, ...], ...]:
+        """Return what the last lookup found of the groups that are asked about block by block, in order."""
+        found = self._asked_of(request_id).found
+        return () if found is None else found.each
+
+    def tiers_found(self, request_id: str, start: int) -> tuple[str, ...]:
+        """Return the tiers that the blocks from ``start`` on are in, as far as the last lookup found them."""
+        asked = self._asked_of(request_id)
+        return () if asked.found is None else asked.found.tiers[max(0, start - asked.start) :]
+
+    def first_missing(self, request_id: str) -> tuple[int, str] | None:
+        """Return the block at which the last lookup ended, and why; None: it has found all."""
+        asked = self._asked_of(request_id)
+        found = asked.found
+        if found is None or found.reason is None:
+            return None
+        return asked.start + found.blocks, found.reason
+
     def promised_start(self, request_id: str) -> int:
         """Return the ``start`` of the last question that was answered with blocks."""
         return self._asked_of(request_id).promised_start
@@ -179,7 +202,7 @@ class PrefixLookups:
             return self._miss(LATE)
         groups = chains()
         stop = None if asked.limit is None else asked.limit - start
-        groups = [GroupChain(group.chain[:stop], group.window_blocks) for group in groups]
+        groups = [replace(group, chain=group.chain[:stop]) for group in groups]
         if not groups or not len(groups[0].chain):
             return 0
         if self._is_known_missing(groups):
@@ -252,13 +275,15 @@ class PrefixLookups:
 
     def _find_all(self, groups: Sequence[GroupChain], until_s: float, leases: list[Lease]) -> Found:
         blocks, reason = len(groups[0].chain), None
+        tiers: tuple[str, ...] = ()
         for group in groups:
-            if group.window_blocks is not None:
+            if group.window_blocks is not None or group.is_each:
                 continue
             for part in self._parts:
                 left_s = max(0.0, until_s - self._clock())
                 match = self._client.match(group.chain[:blocks], lease=True, part=part, timeout_s=left_s)
                 leases.append(match.lease)
+                tiers = tiers or match.tiers
                 if match.blocks < blocks:
                     blocks, reason = match.blocks, None if match.reason is None else match.reason.value
                     if not blocks:
@@ -269,16 +294,21 @@ class PrefixLookups:
             within = self._end_of_windows(windows, blocks, until_s)
             if within < blocks:
                 blocks, reason = within, MissReason.BEHIND_MISS.value
-        return Found(blocks, tuple(leases), reason)
+        each = tuple([tuple(self._stored(group.chain, until_s)) for group in groups if group.is_each])
+        return Found(blocks, tuple(leases), reason, tiers=tiers[:blocks], each=each)
+
+    def _stored(self, chain: PrefixChain, until_s: float) -> list[bool]:
+        """Say of each block whether all its parts are stored."""
+        flags = [True] * len(chain)
+        for part in self._parts:
+            left_s = max(0.0, until_s - self._clock())
+            there = self._client.exists(chain, part=part, timeout_s=left_s)
+            flags = [one and other for one, other in zip(flags, there, strict=True)]
+        return flags
 
     def _end_of_windows(self, groups: Sequence[GroupChain], blocks: int, until_s: float) -> int:
         """Return the largest number of leading blocks whose windows are all stored."""
-        is_stored = [[True] * blocks for _ in groups]
-        for flags, group in zip(is_stored, groups, strict=True):
-            for part in self._parts:
-                left_s = max(0.0, until_s - self._clock())
-                there = self._client.exists(group.chain[:blocks], part=part, timeout_s=left_s)
-                flags[:] = [one and other for one, other in zip(flags, there, strict=True)]
+        is_stored = [self._stored(group.chain[:blocks], until_s) for group in groups]
         for end in range(blocks, 0, -1):
             if all(
                 all(flags[max(0, end - (group.window_blocks or 0)) : end])

@@ -181,3 +181,29 @@ def test_a_closed_client_is_a_miss(client: KVStore, lookups: PrefixLookups) -> N
     client.close()
     assert ask(lookups, "a", 0, chain()) == 0
     assert "miss_unavailable" in lookups.counts.take()
+
+
+def test_groups_that_are_asked_about_block_by_block_bound_nothing_and_are_told_whole(
+    client: KVStore, lookups: PrefixLookups
+) -> None:
+    put(client, chain(5))
+    theirs = chain(namespace=OTHER)
+    put(client, theirs[3:5])
+
+    def groups() -> list[GroupChain]:
+        return [GroupChain(chain()), GroupChain(theirs, is_each=True)]
+
+    assert ask_groups(lookups, "a", 0, groups) == 5
+    assert lookups.each_found("a") == ((False, False, False, True, True, False, False, False),)
+    assert lookups.tiers_found("a", 3) == ("dram", "dram")
+    assert lookups.first_missing("a") == (5, "never_seen")
+    lookups.note_loaded("a")
+    assert lookups.each_found("a") == ()
+    assert lookups.tiers_found("a", 0) == ()
+    assert lookups.first_missing("a") is None
+
+
+def test_a_lookup_that_found_everything_has_no_missing_block(client: KVStore, lookups: PrefixLookups) -> None:
+    put(client, chain(3))
+    assert ask(lookups, "a", 0, chain(3)) == 3
+    assert lookups.first_missing("a") is None

@@ -10,7 +10,12 @@ from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
-from tests.engines import sglang_scenarios, vllm_scenarios
+from tests.engines import (
+    sglang_scenarios,
+    vllm_request_scenarios,
+    vllm_scenarios,
+    vllm_tier_scenarios,
+)
 from tests.engines.quick import reuse_and_kill
 from tests.engines.replica_process import transfer_config
 from tests.engines.scenario import Outcome, Workshop
@@ -19,7 +24,14 @@ from tests.engines.sglang_workshop import LONG, SglangWorkshop
 from tests.engines.stored import address
 
 ENGINES = {
-    "vllm": (Workshop, vllm_scenarios.SCENARIOS),
+    "vllm": (
+        Workshop,
+        (
+            *vllm_scenarios.SCENARIOS,
+            *vllm_tier_scenarios.SCENARIOS,
+            *vllm_request_scenarios.SCENARIOS,
+        ),
+    ),
     "sglang": (SglangWorkshop, sglang_scenarios.SCENARIOS),
 }
 QUICK: dict[str, Callable[[Any], Outcome]] = {

@@ -21,6 +21,10 @@ ENVIRON = {
 }
 
 
+PATIENT = {"lookup_deadline_ms": 20_000, "load_deadline_ms": 20_000}
+"""Deadlines for scenarios that judge what is reused: the machine may be busy."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What one batch of prompts got."""
@@ -32,6 +36,7 @@ class Answer:
     finish: list[str]
     preemptions: float | None
     external: float | None
+    left: dict[str, int] | None = None
 
 
 def engine_python() -> Path:
@@ -52,13 +57,13 @@ def engine_environ(*, in_process: bool = True, more: Mapping[str, str] | None = 
 
 
 def transfer_config(store: str, **options: object) -> dict[str, object]:
-    """Return vLLM's ``kv_transfer_config`` with this connector."""
+    """Return vLLM's ``kv_transfer_config`` with this connector, which loads whatever is there."""
     return {
         "kv_connector": "KVStoreConnector",
         "kv_connector_module_path": "kvstore_engine_adapter.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"store": store, **options},
+        "kv_connector_extra_config": {"store": store, "loads": "always", **options},
     }
 
 

@@ -43,6 +43,8 @@ class Outcome:
         if largest > TOLERANCE:
             self.outputs_equal = False
             self.problems.append(f"{what}: log-probabilities differ by {largest:.2g}")
+        if got.left is not None and any(got.left.values()):
+            self.problems.append(f"{what}: the scheduler still holds {got.left}")
         if set(got.finish) != {"length"}:
             self.problems.append(f"{what}: requests ended with {sorted(set(got.finish))}")
 

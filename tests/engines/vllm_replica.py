@@ -1,7 +1,8 @@
 """One vLLM engine in a process, told by JSON lines what to do; run with the engines' own Python.
 
 The first line on stdin has ``LLM``'s arguments. Then each line has prompts; each answer is a line on the
-original stdout, everything else goes to stderr.
+original stdout, everything else goes to stderr. ``told`` are ``kv_transfer_params``, ``lora`` the name,
+number and folder of an adapter.
 """
 
 import json
@@ -24,12 +25,17 @@ def main() -> None:
         asked = json.loads(line)
         if asked.get("reset"):
             engine.reset_prefix_cache()
+        told = asked.get("told")
         sampling = SamplingParams(
-            temperature=0.0, max_tokens=asked["max_tokens"], ignore_eos=True, logprobs=asked.get("logprobs")
+            temperature=0.0,
+            max_tokens=asked["max_tokens"],
+            ignore_eos=True,
+            logprobs=asked.get("logprobs"),
+            extra_args=None if told is None else {"kv_transfer_params": told},
         )
         prompts = [{"prompt_token_ids": tokens} | asked.get("more", {}) for tokens in asked["prompts"]]
         started_s = time.monotonic()
-        outputs = engine.generate(prompts, sampling, use_tqdm=False)
+        outputs = engine.generate(prompts, sampling, use_tqdm=False, lora_request=_adapter(asked.get("lora")))
         seconds = time.monotonic() - started_s
         _say(
             answers,
@@ -40,15 +46,41 @@ def main() -> None:
                 "cached": [output.num_cached_tokens for output in outputs],
                 "finish": [output.outputs[0].finish_reason for output in outputs],
                 "preemptions": _counter(engine, "vllm:num_preemptions"),
+                "left": _left(engine),
                 "external": _counter(engine, "vllm:external_prefix_cache_hits"),
             },
         )
     del engine
 
 
+def _adapter(named: list | None) -> object:
+    if named is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(*named)
+
+
 def _logprobs(output: object) -> list[float]:
     found = getattr(output, "logprobs", None) or []
     return [at[token].logprob for at, token in zip(found, output.token_ids, strict=True)]
+
+
+def _left(engine: object) -> dict[str, int] | None:
+    """Return what vLLM's scheduler still holds when nothing is asked; None: it is in another process."""
+    try:
+        scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    except AttributeError:
+        return None
+    pool = scheduler.kv_cache_manager.block_pool
+    return {
+        "requests": len(scheduler.requests),
+        "waiting": len(scheduler.waiting),
+        "running": len(scheduler.running),
+        "loading": len(scheduler.finished_recving_kv_req_ids),
+        "blocks": pool.num_gpu_blocks - 1 - pool.free_block_queue.num_free_blocks,
+        "referenced": sum(block.ref_cnt for block in pool.blocks if not block.is_null),
+    }
 
 
 def _counter(engine: object, name: str) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.engines.real_model import document_tokens, find_model, write_folder
-from tests.engines.replica_process import ReplicaProcess, transfer_config
+from tests.engines.replica_process import PATIENT, ReplicaProcess, transfer_config
 from tests.engines.scenario import Outcome, Workshop, batches, tokens
 from tests.engines.stored import address, await_blocks, corrupt_blocks
 from tests.engines.vllm_event_scenario import events
@@ -16,6 +16,7 @@ from tests.store_process import StoreProcess
 
 ENGINE = "vllm"
 _SHARED = 288
+_TRIES = 8
 _LATE_S = 10.0
 """Far beyond every deadline; shorter delays are reported, not judged: the machine may be busy."""
 
@@ -48,7 +49,7 @@ def _reuse(shop: Workshop, scenario: str, kind: str, more: dict[str, Any]) -> Ou
     model = shop.model(kind)
     wanted = shop.reference(f"{scenario}-{kind}" if more else kind, lambda: batches(1), model=model, **more)
     with shop.store(scenario) as store:
-        transfer = transfer_config(address(store))
+        transfer = transfer_config(address(store), **PATIENT)
         for who in ("producer", "consumer"):
             with shop.replica(f"{scenario}-{who}", model=model, transfer=transfer, **more) as replica:
                 got = [replica.ask(batch) for batch in batches(1)]
@@ -96,15 +97,25 @@ def _ask_in_trouble(
         outcome.demand(answer.seconds < _LATE_S, f"{what}: {answer.seconds:.1f} s")
         return answer.cached[0]
 
+    def warm(seed: int, what: str) -> int:
+        """Ask for what is stored; some times, for on a busy machine the deadlines may be too short."""
+        tokens_reused = 0
+        for _ in range(_TRIES):
+            tokens_reused = max(tokens_reused, ask(seed, what))
+            if tokens_reused >= _SHARED - 32:
+                return tokens_reused
+        outcome.demand(False, f"{what}: nothing was reused")
+        return tokens_reused
+
     ask(10, "cold")
     await_blocks(store, 9)
-    outcome.demand(ask(10, "warm") >= _SHARED - 32, "warm: nothing was reused")
+    warm(10, "warm")
     store.pause()
     ask(11, "frozen, new prompt")
     ask(10, "frozen, stored prompt")
     store.resume()
     time.sleep(3)
-    outcome.demand(ask(10, "goes on") >= _SHARED - 32, "goes on: nothing was reused")
+    warm(10, "goes on")
     store.kill()
     ask(10, "killed, stored prompt")
     ask(12, "killed, new prompt")
@@ -112,17 +123,14 @@ def _ask_in_trouble(
     time.sleep(3)
     ask(10, "back and empty")
     await_blocks(store, 9)
-    outcome.external_tokens = ask(10, "stored again")
-    outcome.demand(outcome.external_tokens >= _SHARED - 32, "stored again: nothing was reused")
+    outcome.external_tokens = warm(10, "stored again")
     damage_memory(store)
     ask(10, "damaged")
     outcome.notes["corrupt_blocks"] = corrupt = corrupt_blocks(store)
     outcome.demand(corrupt > 0, "damaged: the store has noticed nothing")
     ask(13, "after the damage, new prompt")
     await_blocks(store, 9)
-    outcome.demand(
-        ask(13, "after the damage, stored") >= _SHARED - 32, "after the damage: nothing was reused"
-    )
+    warm(13, "after the damage, stored")
 
 
 def killed_in_the_middle(shop: Workshop) -> Outcome:
@@ -244,7 +252,9 @@ def server(shop: Workshop) -> Outcome:
     not_saved, not_looked_up = {"kvstore": {"save": False}}, {"kvstore": {"lookup": False}}
     with (
         shop.store("server") as store,
-        ServerProcess(shop.model(), shop.log("server"), transfer_config(address(store))) as process,
+        ServerProcess(
+            shop.model(), shop.log("server"), transfer_config(address(store), **PATIENT)
+        ) as process,
     ):
         asked: tuple[tuple[str, dict[str, Any]], ...] = (
             ("not saved", {"kv_transfer_params": not_saved}),
@@ -292,7 +302,7 @@ def real_model(shop: Workshop) -> Outcome:
     }
     questions = [[*document, *tokens(at, 20)] for at in range(2)]
     with shop.store("real", dram_bytes=512 << 20) as store:
-        transfer = transfer_config(address(store))
+        transfer = transfer_config(address(store), **PATIENT)
         with (
             shop.replica("real-off", **more) as off,
             shop.replica("real-on", transfer=transfer, **more) as on,

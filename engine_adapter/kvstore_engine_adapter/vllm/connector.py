@@ -4,19 +4,18 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # pyright: ignore[reportMissingImports]
+from kvstore.client import KVStore
+from kvstore.errors import InvalidConfig
+from kvstore_engine_adapter.vllm.engine_identity import identify_engine
+from kvstore_engine_adapter.vllm.interface import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
+    tensor_parallel_rank,
 )
-
-from kvstore.client import KVStore
-from kvstore.errors import InvalidConfig, KVStoreError
-from kvstore_engine_adapter.model_identity import NotNameable, commit_in_cache
-from kvstore_engine_adapter.vllm.identity import EngineIdentity, identify
+from kvstore_engine_adapter.vllm.kv_events import StoredParts, as_vllm_events
 from kvstore_engine_adapter.vllm.options import ConnectorOptions
 from kvstore_engine_adapter.vllm.plans import StepPlan
 from kvstore_engine_adapter.vllm.scheduler_side import SchedulerSide
@@ -31,7 +30,7 @@ logger = logging.getLogger("vllm.kvstore")
 KVConnectorMetadata.register(StepPlan)
 
 
-class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not there for mypy
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM's classes have no types
     """Shares vLLM's blocks through a store: loads ahead of a request, saves after each step.
 
     vLLM makes one for the scheduler and one for each worker. If blocks of this configuration cannot be named
@@ -42,7 +41,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             "recompute".
     """
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         if transfer.kv_load_failure_policy != "recompute":
@@ -55,32 +54,28 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._worker: WorkerSide | None = None
         self._has_many_groups = len(kv_cache_config.kv_cache_groups) > 1
         self._failed_pages: set[int] = set()
-        self._identity = self._identify(vllm_config, kv_cache_config)
+        self._identity = identify_engine(vllm_config, kv_cache_config, self._options)
         if self._identity is None:
             return
+        events = getattr(vllm_config, "kv_events_config", None)
+        tells_events = bool(getattr(events, "enable_kv_cache_events", False))
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(self._connect(), self._identity, self._options)
+            self._scheduler = SchedulerSide(
+                self._connect(), self._identity, self._options, tells_events=tells_events
+            )
             logger.info(
                 "kvstore: shares blocks of %d tokens through %s",
                 self._identity.block_tokens,
                 self._options.store,
             )
         else:
-            self._worker = WorkerSide(self._connect(), self._identity, self._options, rank=_rank())
-
-    def _identify(self, vllm_config: Any, kv_cache_config: Any) -> EngineIdentity | None:
-        try:
-            return identify(
-                vllm_config,
-                kv_cache_config,
+            self._worker = WorkerSide(
+                self._connect(),
+                self._identity,
                 self._options,
-                version=str(vllm.__version__),
-                none_hash=_none_hash(vllm_config),
-                resolve_revision=commit_in_cache,
+                rank=tensor_parallel_rank(),
+                tells_saves=tells_events,
             )
-        except (NotNameable, KVStoreError) as error:
-            logger.error("kvstore: nothing is shared: %s", error)
-            return None
 
     def _connect(self) -> KVStore:
         return KVStore.connect(self._options.store, is_read_only=self._options.is_read_only)
@@ -131,6 +126,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         """Return the pages that loads left without their bytes."""
         failed, self._failed_pages = self._failed_pages, set()
         return failed
+
+    def build_connector_worker_meta(self) -> StoredParts | None:
+        """Return which blocks this rank has stored since, if events are told."""
+        stored = () if self._worker is None else self._worker.take_stored()
+        return StoredParts(stored) if stored else None
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         """Return what this side has counted since the last time."""
@@ -217,23 +217,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         return False
 
     def take_events(self) -> Iterable[Any]:
-        """Return no events: the store tells its own."""
-        return ()
-
-
-def _rank() -> int:
-    # Imported here because only a worker has ranks.
-    from vllm.distributed import (  # pyright: ignore[reportMissingImports]
-        get_tensor_model_parallel_rank,
-    )
-
-    return int(get_tensor_model_parallel_rank())
-
-
-def _none_hash(vllm_config: Any) -> bytes:
-    """Return the seed of the block hashes as vLLM makes it from this environment."""
-    from vllm.utils.hashing import get_hash_fn_by_name  # pyright: ignore[reportMissingImports]
-    from vllm.v1.core import kv_cache_utils  # pyright: ignore[reportMissingImports]
-
-    hash_fn = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
-    return bytes(hash_fn(kv_cache_utils.resolve_none_hash_seed(hash_fn)))
+        """Return what this engine has stored, and what of it lookups and loads have found gone since."""
+        if self._scheduler is None or self._identity is None:
+            return ()
+        return as_vllm_events(self._scheduler.take_events(), self._identity.block_tokens)

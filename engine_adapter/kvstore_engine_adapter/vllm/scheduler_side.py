@@ -12,14 +12,24 @@ from typing import Any
 
 from kvstore.client import KVStore
 from kvstore.errors import InvalidRequest
-from kvstore.keys import Namespace, PrefixChain
+from kvstore.keys import BlockKey, Namespace, PrefixChain
 from kvstore.wire import MAX_KEYS
 from kvstore_engine_adapter.block_transfers import GroupMove, Move
+from kvstore_engine_adapter.load_policy import LoadPolicy
 from kvstore_engine_adapter.prefix_lookups import GroupChain, PrefixLookups
-from kvstore_engine_adapter.vllm.adapters import AdapterGroups
+from kvstore_engine_adapter.request_wishes import RequestWishes
+from kvstore_engine_adapter.step_speeds import StepSpeeds
+from kvstore_engine_adapter.vllm.block_events import (
+    GONE,
+    BlockEvents,
+    RemovedBlocks,
+    StoredBlocks,
+)
 from kvstore_engine_adapter.vllm.identity import EngineIdentity, GroupIdentity
 from kvstore_engine_adapter.vllm.options import ConnectorOptions
 from kvstore_engine_adapter.vllm.plans import StepPlan
+from kvstore_engine_adapter.vllm.request_groups import RequestGroups
+from kvstore_engine_adapter.vllm.session_ends import SessionEnds
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +42,17 @@ _IDLE_PATIENCE_S = 0.001
 
 @dataclass(slots=True)
 class _Followed:
-    """A request as it is known here. ``saved`` is the first block that was not handed to a save yet."""
+    """A request as it is known here. ``saved`` is the first block that was not handed to a save yet.
+
+    ``chosen`` are the blocks that are worth loading of those found from a block on: (start, found, chosen).
+    """
 
     request: Request
     groups: tuple[GroupIdentity, ...]
+    wishes: RequestWishes
     wants_lookup: bool = True
     wants_save: bool = True
+    chosen: tuple[int, int, int] | None = None
     pages: list[list[int]] = field(default_factory=list)
     saved: int | None = None
     loading: tuple[int, tuple[GroupMove, ...]] | None = None
@@ -47,13 +62,24 @@ class _Followed:
 class SchedulerSide:
     """The scheduler's half of the connector. All methods are called from the scheduler's thread."""
 
-    def __init__(self, client: KVStore, identity: EngineIdentity, options: ConnectorOptions) -> None:
+    def __init__(
+        self,
+        client: KVStore,
+        identity: EngineIdentity,
+        options: ConnectorOptions,
+        *,
+        tells_events: bool = False,
+    ) -> None:
         self._identity = identity
         self._options = options
-        for group in identity.groups:
-            client.open_namespace(group.namespace)
-        self._adapters = AdapterGroups(identity.groups, client.open_namespace)
+        self._groups = RequestGroups(identity.groups, client.open_namespace)
         self._client = client
+        self._events = BlockEvents(num_ranks=identity.num_ranks) if tells_events else None
+        self._sessions = SessionEnds(client, identity.parts)
+        self._speeds: StepSpeeds | None = None
+        if options.loads == "cheaper":
+            block_bytes = sum(group.block_bytes for group in identity.groups)
+            self._speeds = StepSpeeds(LoadPolicy(identity.block_tokens, block_bytes))
         self.lookups = PrefixLookups(client, identity.parts, deadline_s=options.lookup_deadline_ms / 1000)
         self._followed: dict[str, _Followed] = {}
         self._loads: list[Move] = []
@@ -82,6 +108,9 @@ class SchedulerSide:
         if blocks is None:
             self._may_wait = False
             return None
+        if blocks < stop - start:
+            self._note_end(followed)
+        blocks = self._worth_loading(followed, start, blocks)
         return 0 if blocks < self._options.min_blocks else blocks * tokens
 
     def plan_load(self, request: Request, pages: Sequence[Sequence[int]], external_tokens: int) -> None:
@@ -105,11 +134,16 @@ class SchedulerSide:
                 chain = self._chain(group, request, first, stop)
                 moves.append(GroupMove(group.index, chain, tuple(table[first:stop])))
         followed.loading = start, tuple(moves)
-        self._loads.append(Move(request.request_id, tuple(moves)))
+        if self._speeds is not None:
+            tiers = self.lookups.tiers_found(request.request_id, start)[: stop - start]
+            self._speeds.begin_load(request.request_id, tiers)
+        self._loads.append(Move(request.request_id, tuple(moves), followed.wishes.hints))
 
     def plan_step(self, output: Request) -> StepPlan:
         """Return the plan of a step: loads to begin, and blocks that are full when it has been computed."""
         is_idle = self._may_wait = not output.total_num_scheduled_tokens
+        if self._speeds is not None:
+            self._speeds.note_step(int(output.total_num_scheduled_tokens))
         computed = self._update_pages(output)
         saves: list[Move] = []
         if not self._options.is_read_only:
@@ -121,7 +155,10 @@ class SchedulerSide:
         return StepPlan(loads, tuple(saves), self._namespaces_of(loads, saves), is_idle)
 
     def note_output(self, output: Request) -> None:
-        """Learn which loads have ended, and what they could not load."""
+        """Learn which loads have ended, what they could not load, and what was stored."""
+        stored = getattr(output, "kv_connector_worker_meta", None)
+        if stored is not None and self._events is not None:
+            self._events.note_stored(stored.num_parts)
         bad_pages, failed = (
             set(output.invalid_block_ids or ()),
             set(getattr(output, "failed_recving", None) or ()),
@@ -137,6 +174,10 @@ class SchedulerSide:
             start, moves = followed_one.loading
             first_bad = self._first_bad(followed_one, moves, start, has_failed=request_id in failed)
             followed_one.loading, followed_one.bad_pages = None, set()
+            if self._speeds is not None:
+                self._speeds.end_load(request_id, is_whole=first_bad is None)
+            if first_bad is not None and self._events is not None:
+                self._events.note_gone(_keys_from(moves, first_bad))
             if first_bad is None:
                 self.lookups.note_loaded(request_id)
             else:
@@ -144,27 +185,71 @@ class SchedulerSide:
 
     def forget(self, request_id: str) -> None:
         """A request has ended."""
-        self._followed.pop(request_id, None)
+        followed = self._followed.pop(request_id, None)
+        if followed is not None:
+            self._end_session(followed)
+        if self._speeds is not None:
+            self._speeds.end_load(request_id, is_whole=False)
         self.lookups.forget(request_id)
+
+    def take_events(self) -> list[StoredBlocks | RemovedBlocks]:
+        """Return what was stored and what has left the store since the last time."""
+        return [] if self._events is None else self._events.take()
 
     def close(self) -> None:
         """End the threads and close the client."""
         self.lookups.close()
-        self._adapters.close()
+        self._sessions.close()
+        self._groups.close()
         self._client.close()
 
     def _follow(self, request: Request) -> _Followed:
         followed = self._followed.get(request.request_id)
         if followed is None:
-            wants_lookup, wants_save = _wishes(request)
-            adapter = getattr(request, "lora_request", None)
-            groups = self._identity.groups if adapter is None else self._adapters.groups(adapter)
-            if groups is None:
-                groups, wants_lookup, wants_save = self._identity.groups, False, False
-            followed = _Followed(request, groups, wants_lookup, wants_save)
+            wishes = RequestWishes.read(getattr(request, "kv_transfer_params", None))
+            self.lookups.counts.add("bad_params", wishes.num_bad)
+            found = self._groups.groups(getattr(request, "lora_request", None), wishes)
+            wants_lookup = wishes.wants_lookup and not getattr(request, "skip_reading_prefix_cache", False)
+            followed = _Followed(
+                request,
+                self._identity.groups if found is None else found,
+                wishes,
+                wants_lookup=found is not None and wants_lookup,
+                wants_save=found is not None and wishes.wants_save,
+            )
             self._followed[request.request_id] = followed
         followed.request = request
         return followed
+
+    def _worth_loading(self, followed: _Followed, start: int, found: int) -> int:
+        """Return how many of the blocks found are loaded; decided once for what one lookup has found."""
+        if self._speeds is None or not found:
+            return found
+        if followed.chosen is None or followed.chosen[:2] != (start, found):
+            tiers = self.lookups.tiers_found(followed.request.request_id, start)
+            chosen = self._speeds.blocks_worth_loading(tiers, found)
+            self.lookups.counts.add("cheaper_computed_blocks", found - chosen)
+            followed.chosen = start, found, chosen
+        return followed.chosen[2]
+
+    def _note_end(self, followed: _Followed) -> None:
+        """Tell of a block that was told to be stored, and that a lookup did not find."""
+        if self._events is None:
+            return
+        missing = self.lookups.first_missing(followed.request.request_id)
+        if missing is not None and missing[1] in GONE and missing[0] < self._num_hashes(followed.request):
+            chain = self._chain(followed.groups[0], followed.request, missing[0], missing[0] + 1)
+            self._events.note_gone(chain.keys)
+
+    def _end_session(self, followed: _Followed) -> None:
+        """Remember the blocks of a session's last request, or say that nobody goes on from them."""
+        wishes, request = followed.wishes, followed.request
+        session = wishes.session or str(getattr(request, "session_id", None) or "")
+        blocks = followed.saved or 0
+        if blocks and (session or wishes.ends_session):
+            chains = [self._chain(group, request, 0, blocks) for group in followed.groups]
+            name = (wishes.tenant, session) if session else None
+            self._sessions.note_end(name, chains, wishes.hints if wishes.ends_session else None)
 
     def _namespaces_of(self, loads: Sequence[Move], saves: Sequence[Move]) -> tuple[Namespace, ...]:
         """Return the namespaces that the workers need for these moves."""
@@ -238,7 +323,28 @@ class SchedulerSide:
             return None
         for move in moves:
             self.lookups.note_saved(move.chain.keys)
-        return Move(request_id, tuple(moves))
+            if self._events is not None:
+                self._note_planned(followed, move)
+        return Move(request_id, tuple(moves), followed.wishes.hints)
+
+    def _note_planned(self, followed: _Followed, move: GroupMove) -> None:
+        """Remember what the events of blocks say, for when they are stored."""
+        assert self._events is not None
+        request, tokens = followed.request, self._identity.block_tokens
+        every = followed.groups[0].hashes_per_block
+        adapter = getattr(request, "lora_request", None)
+        session = followed.wishes.session or getattr(request, "session_id", None)
+        for at, key in enumerate(move.chain.keys, move.chain.start):
+            block = StoredBlocks(
+                hashes=(bytes(request.block_hashes[(at + 1) * every - 1]),),
+                parent=bytes(request.block_hashes[at * every - 1]) if at else None,
+                tokens=tuple(request.all_token_ids[at * tokens : (at + 1) * tokens]),
+                group=move.group,
+                lora_id=None if adapter is None else int(adapter.adapter_id),
+                lora_name=None if adapter is None else str(adapter.name),
+                session=session,
+            )
+            self._events.note_planned(key, block)
 
     def _save_moves(self, followed: _Followed, start: int, stop: int) -> list[GroupMove]:
         moves = []
@@ -268,11 +374,6 @@ class SchedulerSide:
         return min(bad, default=None)
 
 
-def _wishes(request: Request) -> tuple[bool, bool]:
-    """Return whether a request may use stored blocks, and whether its blocks may be stored."""
-    given = (getattr(request, "kv_transfer_params", None) or {}).get("kvstore")
-    params = given if isinstance(given, dict) else {}
-    wants_lookup = params.get("lookup") is not False and not getattr(
-        request, "skip_reading_prefix_cache", False
-    )
-    return wants_lookup, params.get("save") is not False
+def _keys_from(moves: Sequence[GroupMove], first: int) -> list[BlockKey]:
+    """Return the keys of the blocks of moves from one on."""
+    return [key for move in moves for at, key in enumerate(move.chain.keys, move.chain.start) if at >= first]

@@ -6,25 +6,11 @@ Counts of one interval; vLLM adds up those of all workers and of the scheduler.
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # pyright: ignore[reportMissingImports]
+from kvstore_engine_adapter.vllm.counted import MISS, NAMES
+from kvstore_engine_adapter.vllm.interface import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
-
-NAMES = {
-    "lookups": "lookups that were made",
-    "found_blocks": "blocks that lookups found",
-    "failed_loads": "requests of which a block that was found could not be loaded",
-    "loads": "loads, by ranks",
-    "loaded_blocks": "blocks loaded, by ranks",
-    "loaded_bytes": "bytes loaded, by ranks",
-    "failed_blocks": "blocks that could not be loaded, and were computed",
-    "saved_blocks": "blocks stored, by ranks",
-    "saved_bytes": "bytes stored, by ranks",
-    "present_blocks": "blocks that were stored already",
-    "dropped_blocks": "blocks that were not stored: no room, no time, no store",
-}
-MISS = "miss_"
 
 
 class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not installed where types are checked
@@ -34,7 +20,7 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not ins
         """Count from zero."""
         self.data.clear()
 
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+    def aggregate(self, other: "ConnectorStats") -> "ConnectorStats":
         """Add another's counts."""
         for name, count in other.data.items():
             self.data[name] = self.data.get(name, 0) + count

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvstore.client import KVStore
 from kvstore.errors import InvalidLayout
-from kvstore.keys import Namespace, NamespaceDigest
+from kvstore.keys import BlockKey, Namespace, NamespaceDigest
 from kvstore_engine_adapter.block_transfers import BlockLoads, BlockSaves, EnginePages, LoadDone, Move
 from kvstore_engine_adapter.vllm.identity import EngineIdentity
 from kvstore_engine_adapter.vllm.options import ConnectorOptions
@@ -22,8 +22,15 @@ class WorkerSide:
     """The worker's half of the connector. All methods are called from the worker's thread."""
 
     def __init__(
-        self, client: KVStore, identity: EngineIdentity, options: ConnectorOptions, *, rank: int
+        self,
+        client: KVStore,
+        identity: EngineIdentity,
+        options: ConnectorOptions,
+        *,
+        rank: int,
+        tells_saves: bool = False,
     ) -> None:
+        self._tells_saves = tells_saves
         self._client = client
         self._identity = identity
         self._options = options
@@ -42,7 +49,13 @@ class WorkerSide:
             return
         load_s = self._options.load_deadline_ms / 1000
         self._loads = BlockLoads(self._client, pages, self._part, deadline_s=load_s)
-        self._saves = BlockSaves(self._client, pages, self._part, queue_bytes=self._options.save_queue_bytes)
+        self._saves = BlockSaves(
+            self._client,
+            pages,
+            self._part,
+            queue_bytes=self._options.save_queue_bytes,
+            reports=self._tells_saves,
+        )
 
     def begin_loads(self, plan: StepPlan) -> None:
         """Begin the loads of a step."""
@@ -75,6 +88,12 @@ class WorkerSide:
             )
         self._refused = []
         return done
+
+    def take_stored(self) -> tuple[BlockKey, ...]:
+        """Return the blocks that were stored since the last time; only with ``tells_saves``."""
+        if self._saves is None or not self._tells_saves:
+            return ()
+        return tuple(key for done in self._saves.take_done() for key in done.stored)
 
     def take_counts(self) -> dict[str, int]:
         """Return what was counted since the last time."""

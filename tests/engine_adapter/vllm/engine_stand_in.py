@@ -1,6 +1,7 @@
 """An engine that calls the connector in the order in which vLLM 0.32 does, and checks every block it gets."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -67,6 +68,7 @@ class StandInEngine:
             self.workers.append(worker)
         self.scheduler = connector(config, KVConnectorRole.SCHEDULER, cache)
         self._next_page = 1
+        self._counts: Counter[str] = Counter()
 
     def close(self) -> None:
         for one in (*self.workers, self.scheduler):
@@ -102,6 +104,24 @@ class StandInEngine:
         """Look up and compute a request, as far as where it may be preempted."""
         assert self.ask(request) == 0
         self._compute(request, self._allocate(request, 0), 0)
+
+    def counted(self) -> Counter[str]:
+        """Return what the scheduler's side has counted since the start."""
+        stats = self.scheduler.get_kv_connector_stats()
+        self._counts.update({} if stats is None else stats.data)
+        return self._counts
+
+    def await_events(self) -> list[Any]:
+        """Step until the connector has something to tell."""
+        until_s = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < until_s:
+            self._step(_output())
+            events = list(self.scheduler.take_events())
+            if events:
+                time.sleep(0.05)
+                self._step(_output())
+                return events + list(self.scheduler.take_events())
+        raise AssertionError("no events")
 
     def _ask(self, request: Request, ran: Ran, computed: int) -> int:
         until_s = time.monotonic() + _PATIENCE_S
@@ -182,6 +202,17 @@ class StandInEngine:
                                 name,
                             )
 
+    def _bring(self, meta: Any) -> None:
+        if meta is not None:
+            self.scheduler.update_connector_output(
+                SimpleNamespace(
+                    invalid_block_ids=set(),
+                    failed_recving=set(),
+                    finished_recving=set(),
+                    kv_connector_worker_meta=meta,
+                )
+            )
+
     def _step(self, output: Any, forward: Callable[[], None] = lambda: None) -> list[Any]:
         plan = self.scheduler.build_connector_meta(output)
         results = []
@@ -197,7 +228,8 @@ class StandInEngine:
             worker.clear_connector_metadata()
             found.invalid_block_ids = bad
             results.append(found)
-        self.scheduler.get_kv_connector_stats()
+            self._bring(worker.build_connector_worker_meta())
+        self.counted()
         return results
 
 

@@ -1,5 +1,6 @@
 """The connector, called in the order in which vLLM calls it, with a real store."""
 
+import importlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 import kvstore_engine_adapter.vllm as package
 from kvstore import KVStore
 from kvstore.errors import InvalidConfig
+from kvstore.hints import Hints
+from kvstore.keys import PrefixChain
+from kvstore_engine_adapter.request_wishes import RequestWishes
 from tests.engine_adapter.vllm import vllm_stand_in
 from tests.engine_adapter.vllm.engine_stand_in import PAGES, StandInEngine, hybrid_cache, plain_cache
 from tests.engine_adapter.vllm.vllm_stand_in import KVConnectorRole, Request, vllm_config
@@ -18,7 +22,7 @@ from tests.store_damage import damage_memory
 from tests.store_process import StoreProcess
 
 MakeEngine = Callable[..., StandInEngine]
-LONG = {"lookup_deadline_ms": 20_000, "load_deadline_ms": 20_000}
+LONG = {"lookup_deadline_ms": 20_000, "load_deadline_ms": 20_000, "loads": "always"}
 
 
 @pytest.fixture
@@ -202,7 +206,7 @@ def adapter(folder: Path, content: bytes) -> SimpleNamespace:
 
 def await_adapter(engine: StandInEngine, lora: SimpleNamespace) -> None:
     until_s = time.monotonic() + 60
-    while engine.scheduler._scheduler._adapters.groups(lora) is None:
+    while engine.scheduler._scheduler._groups.groups(lora, RequestWishes()) is None:
         assert time.monotonic() < until_s
         time.sleep(0.01)
 
@@ -310,3 +314,127 @@ def test_what_cannot_be_named_is_refused_with_a_remedy_and_the_engine_runs(
     assert engine.answer(request()).offers == [0]
     assert "--prefix-caching-hash-algo" in caplog.text
     engine.close()
+
+
+def told(**wishes: Any) -> dict[str, Any]:
+    return {"kv_transfer_params": {"kvstore": wishes}}
+
+
+def test_tenants_share_with_nobody_else(make_engine: MakeEngine, store: StoreProcess) -> None:
+    make_engine().answer(request(**told(tenant="one")))
+    await_blocks(store, 9)
+    engine = make_engine()
+    for name, wishes, tokens in (
+        ("1-bb", {"tenant": "two"}, 0),
+        ("2-cc", {}, 0),
+        ("3-dd", {"tenant": 7}, 0),
+        ("4-ee", {"tenant": "one"}, 288),
+    ):
+        assert engine.ask(request(name, **told(**wishes))) == tokens, name
+
+
+def test_values_that_are_wrong_are_counted_and_change_nothing(
+    make_engine: MakeEngine, store: StoreProcess
+) -> None:
+    make_engine().answer(request(**told(priority="high", next_use_s=-1)))
+    await_blocks(store, 9)
+    engine = make_engine()
+    assert engine.ask(request("1-bb", **told(lookup="yes", what=1))) == 288
+    assert engine.counted()["bad_params"] == 2
+
+
+def test_the_end_of_a_session_is_told_of_all_its_blocks(make_engine: MakeEngine, store: StoreProcess) -> None:
+    engine = make_engine()
+    heard: list[tuple[int, bool]] = []
+    client = engine.scheduler._scheduler._client
+    tell = client.hint
+
+    def hear(chain: PrefixChain, hints: Hints, **rest: Any) -> None:
+        if tell(chain, hints, **rest):
+            heard.append((len(chain), hints.ends_session))
+
+    client.hint = hear
+    engine.answer(request(**told(session="s")))
+    engine.answer(request("1-bb", seed=1, length=200, **told(session="s", ends_session=True)))
+    engine.answer(request("2-cc", seed=2, **told(session="t")))
+    engine.answer(request("3-dd", seed=3, length=100, **told(ends_session=True)))
+    until_s = time.monotonic() + 60
+    while len(heard) < 3:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    assert heard == [(6, True), (9, True), (3, True)]
+
+
+def test_what_was_stored_and_what_is_gone_is_told_in_vllms_own_events(
+    make_engine: MakeEngine, store: StoreProcess
+) -> None:
+    engine = make_engine(kv_events_config=SimpleNamespace(enable_kv_cache_events=True))
+    asked = request(session_id="s")
+    engine.answer(asked)
+    await_blocks(store, 9)
+    stored = engine.await_events()
+    assert isinstance(stored, list)
+    hashes = [int.from_bytes(one[-8:], "big") for one in asked.block_hashes]
+    assert [one for event in stored for one in event.block_hashes] == hashes
+    assert [token for event in stored for token in event.token_ids] == asked.tokens[:288]
+    first = stored[0]
+    assert (first.parent_block_hash, first.block_size, first.medium) == (None, 32, "STORAGE")
+    assert (first.group_idx, first.lora_name, first.session_id) == (0, None, "s")
+    store.kill()
+    store.start()
+    assert engine.answer(request("1-bb")).offers == [0]
+    removed = [event for event in engine.await_events() if isinstance(event, vllm_stand_in.BlockRemoved)]
+    assert [one for event in removed for one in event.block_hashes] == hashes[:1]
+
+
+def test_without_a_listener_no_events_are_made(make_engine: MakeEngine, store: StoreProcess) -> None:
+    engine = make_engine()
+    engine.answer(request())
+    await_blocks(store, 9)
+    assert engine.workers[0].build_connector_worker_meta() is None
+    assert not engine.scheduler.take_events()
+
+
+def test_blocks_that_are_computed_sooner_than_they_are_loaded_are_computed(
+    make_engine: MakeEngine, store: StoreProcess
+) -> None:
+    make_engine().answer(request())
+    await_blocks(store, 9)
+    engine = make_engine(options={"loads": "cheaper"})
+    assert engine.ask(request("1-bb")) == 288
+    policy = engine.scheduler._scheduler._speeds._policy
+    policy.prefill.factor = 1e-9
+    assert engine.ask(request("2-cc")) == 0
+    assert engine.counted()["cheaper_computed_blocks"] == 9
+
+
+def test_vllms_minor_version_decides_which_names_are_used(
+    connector: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    shim_of = importlib.import_module("kvstore_engine_adapter.vllm.interface").shim_of
+    assert shim_of("0.32.0+cpu") == shim_of("0.32.1") == "interface_0_32"
+    assert not caplog.records
+    assert shim_of("0.33.0rc1") == "interface_0_32"
+    assert "0.33.0rc1 was not tried" in caplog.text
+    for version in ("0.31.9", "dev"):
+        with pytest.raises(ImportError, match="or a later one"):
+            shim_of(version)
+
+
+def test_hints_go_with_what_is_stored_and_what_is_loaded(
+    make_engine: MakeEngine, store: StoreProcess
+) -> None:
+    for name, call in (("0-aa", "put"), ("1-bb", "fetch_into")):
+        engine = make_engine()
+        heard: list[Hints | None] = []
+        client = engine.workers[0]._worker._client
+        tell = getattr(client, call)
+
+        def hear(*given: Any, tell: Any = tell, heard: Any = heard, **rest: Any) -> Any:
+            heard.append(rest.get("hints"))
+            return tell(*given, **rest)
+
+        setattr(client, call, hear)
+        engine.answer(request(name, **told(priority=2, is_one_off=True)))
+        await_blocks(store, 9)
+        assert heard == [Hints(priority=2, is_one_off=True)]

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.engine_adapter.vllm import tier_stand_in
+
 
 class KVConnectorRole(Enum):
     SCHEDULER = 0
@@ -19,6 +21,32 @@ class KVConnectorRole(Enum):
 
 class KVConnectorMetadata(ABC):  # noqa: B024  # as vLLM's
     pass
+
+
+class KVConnectorWorkerMetadata(ABC):  # noqa: B024  # as vLLM's
+    pass
+
+
+@dataclass
+class BlockStored:
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    group_idx: int | None
+    ownership: str | None
+    session_id: str | None
+
+
+@dataclass
+class BlockRemoved:
+    block_hashes: list[int]
+    medium: str | None
+    group_idx: int | None
+    ownership: str | None
 
 
 class SupportsHMA(ABC):  # noqa: B024  # as vLLM's
@@ -81,6 +109,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, rank: list[int]) -> None:
                 KVConnectorMetadata,
                 KVConnectorRole,
                 KVConnectorTransferResults,
+                KVConnectorWorkerMetadata,
                 SupportsHMA,
             )
         },
@@ -92,7 +121,16 @@ def install(monkeypatch: pytest.MonkeyPatch, *, rank: list[int]) -> None:
         "vllm.utils.hashing": {"get_hash_fn_by_name": lambda name: _hash},
         "vllm.v1": {},
         "vllm.v1.core": {},
-        "vllm.v1.core.kv_cache_utils": {"resolve_none_hash_seed": lambda hash_fn: "vllm-none-hash"},
+        "vllm.v1.core.kv_cache_utils": {
+            "resolve_none_hash_seed": lambda hash_fn: "vllm-none-hash",
+            "maybe_convert_block_hash": lambda one: int.from_bytes(one[-8:], "big"),
+        },
+        "vllm.distributed.kv_events": {
+            "MEDIUM_STORAGE": "STORAGE",
+            "BlockStored": BlockStored,
+            "BlockRemoved": BlockRemoved,
+        },
+        **tier_stand_in.MODULES,
     }
     for name, content in parts.items():
         module = ModuleType(name)
@@ -106,7 +144,10 @@ def install(monkeypatch: pytest.MonkeyPatch, *, rank: list[int]) -> None:
 
 def forget_connector() -> None:
     """Have the connector's modules be imported again."""
-    for name in ("connector", "stats"):
+    for name in (
+        *("connector", "stats", "kv_events", "engine_identity", "offloading", "tier"),
+        *("interface", "interface_0_32"),
+    ):
         sys.modules.pop(f"kvstore_engine_adapter.vllm.{name}", None)
         vars(sys.modules.get("kvstore_engine_adapter.vllm", SimpleNamespace())).pop(name, None)
 
@@ -125,6 +166,7 @@ class Request:
     lora_request: object = None
     kv_transfer_params: dict[str, Any] | None = None
     skip_reading_prefix_cache: bool = False
+    session_id: str | None = None
 
     def __post_init__(self) -> None:
         self.block_hashes = list(self._hashes())
@@ -132,6 +174,10 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return self.tokens
 
     def _hashes(self) -> Iterator[bytes]:
         parent = b"start"
@@ -161,7 +207,7 @@ def vllm_config(store: str, *, transfer: dict[str, Any] | None = None, **changes
     )
     for name, value in changes.items():
         section, _, key = name.partition("__")
-        setattr(getattr(config, section), key, value)
+        setattr(getattr(config, section) if key else config, key or section, value)
     return config
 
 
