@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 
 from kvstore.errors import InvalidConfig, InvalidRequest, PromptTooLong
+from kvstore.hints import Hints
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.manager import BlockManager
 from kvstore.miss import MissReason
 from kvstore.outlasting import outlast
 from kvstore.tier import Slot, Tier
-from kvstore_engine_adapter.adapter import manager_over
+from kvstore_engine_adapter.adapter import engine_manager_settings, manager_over
 from kvstore_engine_adapter.attention import PageOps
 from kvstore_engine_adapter.device_pages import AttentionBackend, kernels_for, ops_on
 from kvstore_engine_adapter.engine_loop import EngineLoop
@@ -181,7 +182,8 @@ class PagedEngine:
         try:
             loop = running.loop = await self._prepare(running)
             if self._settings.is_reusing:
-                manager = manager_over(self, self._lower, top=self._top(running.pool))
+                top, pace = self._top(running.pool), running.supply.pace
+                manager = manager_over(self, self._lower, top=top, settings=engine_manager_settings(pace))
                 await manager.open()
                 running.supply.manager = manager
         except BaseException:
@@ -262,6 +264,17 @@ class PagedEngine:
         finally:
             loop.abandon(live)
             await outlast(asyncio.ensure_future(live.has_ended.wait()))
+
+    def note_hints(
+        self, tokens: Sequence[int], hints: Hints, *, behind_tokens: int = 0, tenant_salt: bytes = b""
+    ) -> None:
+        """Say what became known of the future of a sequence's full blocks, without a use of them.
+
+        Only of those that begin at or after ``behind_tokens``. Does nothing where no blocks are kept.
+        """
+        running = self._running
+        if running is not None and running.loop is not None:
+            running.loop.note_hints(tokens, hints, behind_tokens=behind_tokens, tenant_salt=tenant_salt)
 
     def stats(self) -> dict[str, object]:
         """Return counters, ready for JSON: the manager's, and the engine's own.
