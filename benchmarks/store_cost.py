@@ -33,7 +33,7 @@ from kvstore.config import cache_folder
 from kvstore_engine_adapter.generation import Finished, GenerateRequest, RequestReport
 from kvstore_engine_adapter.model import LoadedModel, load_model
 from kvstore_engine_adapter.model_fetch import fetch_model
-from kvstore_engine_adapter.page_pool import TORCH_DTYPES
+from kvstore_engine_adapter.kv_dtype import TORCH_DTYPES
 from kvstore_engine_adapter.paged_engine import EngineSettings, PagedEngine
 from kvstore_tiers.store import StoreTier
 from served_store import ServedStore

@@ -24,11 +24,12 @@ from kvstore_engine_adapter.attention import PageOps
 from kvstore_engine_adapter.device_pages import AttentionBackend, kernels_for, ops_on
 from kvstore_engine_adapter.engine_loop import EngineLoop
 from kvstore_engine_adapter.generation import EngineBusy, EngineClosed, Finished, GenerateRequest
+from kvstore_engine_adapter.kv_dtype import KVCacheDtype
 from kvstore_engine_adapter.live_request import Event
 from kvstore_engine_adapter.llama import LlamaModel
 from kvstore_engine_adapter.load_policy import LoadPolicy
 from kvstore_engine_adapter.model import LoadedModel
-from kvstore_engine_adapter.page_pool import TORCH_DTYPES, PagePool
+from kvstore_engine_adapter.page_pool import PagePool
 from kvstore_engine_adapter.request_blocks import BlockSupply, Waits
 from kvstore_engine_adapter.scheduler import Phase, SchedulerLimits
 from kvstore_engine_adapter.tensor_parallel.group_tier import GroupTier, GroupVramTier, LentSlots
@@ -61,7 +62,7 @@ class EngineSettings:
     every prompt is computed. ``max_num_seqs`` requests run at a time, ``max_waiting`` more wait, further ones
     are refused. A pass computes at most ``step_tokens`` tokens (None: 128 on a CPU, else 2048). ``ageing_s``:
     see ``scheduler``. ``compiled_folder`` keeps what is compiled for this machine (None: on a CPU torch's
-    attention is used). ``attention_backend`` is for a GPU.
+    attention is used). ``attention_backend`` is for a GPU. ``kv_cache_dtype``: what keys and values are kept as.
     """
 
     block_tokens: int = 16
@@ -74,6 +75,7 @@ class EngineSettings:
     ageing_s: float = 30.0
     compiled_folder: Path | None = None
     attention_backend: AttentionBackend = AttentionBackend.EXACT
+    kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
     tenant_salt: bytes = b""
     epoch: int = 0
     waits: Waits = field(default_factory=Waits)
@@ -111,11 +113,12 @@ class PagedEngine:
             self._lower = tuple(GroupTier(tier, group, self._lent) for tier in lower)
         self._clock = clock
         self._kernels = kernels
-        self._layout = layout_of(model, self._settings.block_tokens)
+        kept_as, computes_in = self._settings.kv_cache_dtype, model.weights.embedding.dtype
+        self._layout = layout_of(model, self._settings.block_tokens, kept_as)
         self._namespace = Namespace(
             model=model.config.name,
             layout=self._layout,
-            weights=model.shard.weights_name(model.digest),
+            weights=kept_as.weights_name(model.shard.weights_name(model.digest), computes_in),
             rope=model.config.rope.describe(),
             tenant_salt=self._settings.tenant_salt,
             epoch=self._settings.epoch,
@@ -202,6 +205,7 @@ class PagedEngine:
                 block_tokens=settings.block_tokens,
                 compiled_folder=settings.compiled_folder,
                 attention_backend=settings.attention_backend,
+                kv_cache_dtype=settings.kv_cache_dtype,
             )
         step_tokens = max(settings.max_num_seqs, _step_tokens(settings, running.pool.device))
         running.supply.policy.prefill = await running.worker.prepare(
@@ -301,9 +305,10 @@ class PagedEngine:
         _refuse_more_than_memory((num_pages + 1) * self._layout.block_bytes, device)
         backend, folder = settings.attention_backend, settings.compiled_folder
         pages = self._model.shard.pages_of(self._layout)
-        kernels = self._kernels or kernels_for(pages, device, backend, folder)
+        computes_in = self._model.weights.embedding.dtype
+        kernels = self._kernels or kernels_for(pages, device, backend, folder, computes_in=computes_in)
         try:
-            pool = PagePool(pages, num_pages, device, kernels=kernels)
+            pool = PagePool(pages, num_pages, device, kernels=kernels, computes_in=computes_in)
         except (RuntimeError, MemoryError, OSError) as error:
             raise InvalidConfig(
                 f"engine: {num_pages} KV pages of {self._layout.block_bytes} bytes cannot be had: "
@@ -366,20 +371,23 @@ class _Running:
     task: "asyncio.Task[None] | None" = None
 
 
-def layout_of(model: LoadedModel, block_tokens: int) -> KVLayout:
+def layout_of(
+    model: LoadedModel, block_tokens: int, kept_as: KVCacheDtype = KVCacheDtype.AUTO
+) -> KVLayout:
     """Return the layout of a model's blocks.
 
     Raises:
         InvalidLayout: ``block_tokens`` makes no valid block.
     """
-    dtype = next(name for name, value in TORCH_DTYPES.items() if value is model.weights.embedding.dtype)
-    config = model.config
+    dtype, config = kept_as.layout_dtype(model.weights.embedding.dtype), model.config
     return KVLayout(dtype, config.num_layers, block_tokens, config.num_kv_heads, config.head_dim)
 
 
-def block_bytes_of(model: LoadedModel, block_tokens: int) -> int:
+def block_bytes_of(
+    model: LoadedModel, block_tokens: int, kept_as: KVCacheDtype = KVCacheDtype.AUTO
+) -> int:
     """Return the bytes of one block, for sizing the pool from bytes."""
-    return layout_of(model, block_tokens).block_bytes
+    return layout_of(model, block_tokens, kept_as).block_bytes
 
 
 def _step_tokens(settings: EngineSettings, device: torch.device) -> int:
