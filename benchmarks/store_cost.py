@@ -9,8 +9,8 @@ prompts in turn, in random order:
 - reused: a third engine has stored a prompt's first blocks; the engine over the store has none of them in its
   own pages.
 
-An engine's blocks are written to the store before the next request: each pays for its own writes. The parts of
-a part are paired and alternate, so what else the machine does falls on both alike. ``--json`` ends with one JSON object on stdout.
+An engine's blocks are written to the store before the next request: each pays for its own writes. ``--json``
+ends with one JSON object on stdout.
 """
 
 import argparse
@@ -31,9 +31,9 @@ import torch
 
 from kvstore.config import cache_folder
 from kvstore_engine_adapter.generation import Finished, GenerateRequest, RequestReport
+from kvstore_engine_adapter.kv_dtype import TORCH_DTYPES
 from kvstore_engine_adapter.model import LoadedModel, load_model
 from kvstore_engine_adapter.model_fetch import fetch_model
-from kvstore_engine_adapter.kv_dtype import TORCH_DTYPES
 from kvstore_engine_adapter.paged_engine import EngineSettings, PagedEngine
 from kvstore_tiers.store import StoreTier
 from served_store import ServedStore

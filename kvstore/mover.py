@@ -2,7 +2,8 @@
 
 Every lower tier has a bounded queue and one worker, so that a slow tier delays only itself. A full queue
 drops the write and counts it. Demotions go to the front of the queue: somebody waits for their slots. Other
-writes may be put off for a while (``WritePace``), and are then made in larger batches. The bytes are checked against their checksum before they are written, so damage in memory does not spread.
+writes may be put off for a while (``WritePace``), and are then made in larger batches. Bytes whose checksum
+is known are checked before they are written, so damage in memory does not spread.
 """
 
 import asyncio

@@ -66,7 +66,9 @@ class CpuPageOps:
         layout = pool.layout
         self.pool = pool
         self.groups = num_heads // layout.num_kv_heads
-        self.attend = getattr(library, _FUNCTIONS[pool.computes_in] + (_FP8 if pool.scales is not None else ""))
+        self.attend = getattr(
+            library, _FUNCTIONS[pool.computes_in] + (_FP8 if pool.scales is not None else "")
+        )
         self.attend.argtypes = (ctypes.POINTER(_Call), ctypes.c_int64, ctypes.c_int64)
         self.max_rows = min(_MAX_ROWS, _MAX_QUERIES // self.groups)
         self.scratch: list[torch.Tensor] = []

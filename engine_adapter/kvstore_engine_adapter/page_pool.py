@@ -15,6 +15,7 @@ from kvstore_engine_adapter.page_moves import KernelPageMoves
 from kvstore_kernels import PagedKernels
 from kvstore_kernels.reference import dequantise, quantise
 
+
 class PagePool:
     """KV pages ``[num_pages + 1, layers, 2, block_tokens, kv_heads, head_dim]``, C order, on one device.
 

@@ -62,7 +62,8 @@ class EngineSettings:
     every prompt is computed. ``max_num_seqs`` requests run at a time, ``max_waiting`` more wait, further ones
     are refused. A pass computes at most ``step_tokens`` tokens (None: 128 on a CPU, else 2048). ``ageing_s``:
     see ``scheduler``. ``compiled_folder`` keeps what is compiled for this machine (None: on a CPU torch's
-    attention is used). ``attention_backend`` is for a GPU. ``kv_cache_dtype``: what keys and values are kept as.
+    attention is used). ``attention_backend`` is for a GPU. ``kv_cache_dtype``: what keys and values
+    are kept as.
     """
 
     block_tokens: int = 16
@@ -371,9 +372,7 @@ class _Running:
     task: "asyncio.Task[None] | None" = None
 
 
-def layout_of(
-    model: LoadedModel, block_tokens: int, kept_as: KVCacheDtype = KVCacheDtype.AUTO
-) -> KVLayout:
+def layout_of(model: LoadedModel, block_tokens: int, kept_as: KVCacheDtype = KVCacheDtype.AUTO) -> KVLayout:
     """Return the layout of a model's blocks.
 
     Raises:
@@ -383,9 +382,7 @@ def layout_of(
     return KVLayout(dtype, config.num_layers, block_tokens, config.num_kv_heads, config.head_dim)
 
 
-def block_bytes_of(
-    model: LoadedModel, block_tokens: int, kept_as: KVCacheDtype = KVCacheDtype.AUTO
-) -> int:
+def block_bytes_of(model: LoadedModel, block_tokens: int, kept_as: KVCacheDtype = KVCacheDtype.AUTO) -> int:
     """Return the bytes of one block, for sizing the pool from bytes."""
     return layout_of(model, block_tokens, kept_as).block_bytes
 

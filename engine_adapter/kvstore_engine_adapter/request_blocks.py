@@ -38,7 +38,10 @@ _LATE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """How long a request waits for the store, at most, in seconds; ``write_s``: how long writes wait for passes."""
+    """How long a request waits for the store, at most, in seconds.
+
+    ``write_s`` is the other way round: how long writes to the store are put off while passes run.
+    """
 
     match_s: float = 0.1
     load_s: float = 2.0

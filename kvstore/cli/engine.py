@@ -75,8 +75,8 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--kv-cache-dtype",
         choices=("auto", "fp8"),
         default="auto",
-        help="what keys and values are kept as, in pages and in the store: as --dtype, or as float8 e4m3 in half"
-        " the bytes of 16 bits, less exactly (default: %(default)s)",
+        help="what keys and values are kept as, in pages and in the store: as --dtype, or as float8 e4m3 in"
+        " half the bytes of 16 bits, less exactly (default: %(default)s)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(

@@ -10,11 +10,11 @@ from kvstore.layout import KVLayout
 from kvstore_engine_adapter.attention import Segment, TorchPageOps
 from kvstore_engine_adapter.cpu_page_ops import CpuPageOps, page_ops_for
 from kvstore_engine_adapter.exact_rows import cancelling_product, exact_row_counts
+from kvstore_engine_adapter.kv_dtype import TORCH_DTYPES
 from kvstore_engine_adapter.llama import LlamaModel
 from kvstore_engine_adapter.model import load_model
 from kvstore_engine_adapter.model_config import RopeConfig
 from kvstore_engine_adapter.native_library import load_library
-from kvstore_engine_adapter.kv_dtype import TORCH_DTYPES
 from kvstore_engine_adapter.page_pool import PagePool
 from tests.engine.conftest import CPU
 from tests.engine.tiny_model import HEAD_DIM, HEADS, KV_HEADS, LAYERS, TinyModel, reference_logits
@@ -288,7 +288,9 @@ def test_attention_over_pages_of_fp8_is_that_of_the_numbers_they_hold(folder, he
     # Every number that there is, but for NaN.
     held = torch.randint(0, 127, (12, 1, 2, 24, 2, head_dim), generator=generator, dtype=torch.uint8)
     held |= torch.randint(0, 2, held.shape, generator=generator, dtype=torch.uint8) << 7
-    some = torch.randn(held[:, 0, 0].shape, generator=generator)  # keys: of scores that are far apart one wins
+    some = torch.randn(
+        held[:, 0, 0].shape, generator=generator
+    )  # keys: of scores that are far apart one wins
     held[:, 0, 0] = some.to(torch.float8_e4m3fn).view(torch.uint8)
     segments = [Segment([0] * 70, 100, [5, 3, 7, 1, 0, 2, 4, 6]), Segment([0], 40, [8, 9])]
     queries = torch.randn(71, 6, head_dim, generator=generator).to(computes_in)

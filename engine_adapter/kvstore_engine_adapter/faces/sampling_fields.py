@@ -132,8 +132,6 @@ def read_hints(extra: Fields) -> Hints | None:
         ends_session=extra.boolean("ends_session"),
         is_one_off=extra.boolean("is_one_off"),
         next_use_s=next_use_s,
-        priority=extra.whole(
-            "block_priority", low=-MAX_BLOCK_PRIORITY, high=MAX_BLOCK_PRIORITY, default=0
-        ),
+        priority=extra.whole("block_priority", low=-MAX_BLOCK_PRIORITY, high=MAX_BLOCK_PRIORITY, default=0),
     )
     return None if hints == Hints() else hints

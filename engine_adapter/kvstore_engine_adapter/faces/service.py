@@ -90,7 +90,7 @@ class Service:
         return await asyncio.to_thread(self.tokenizer.encode_prompt, text, context_tokens=limit)
 
     async def note_end(self, owner: Owner, messages: Sequence[ChatMessage], *, num_shared: int) -> None:
-        """Say that nobody goes on from a history, whose first messages are also another one's. Never raises."""
+        """Say that nobody goes on from a history, but for its first messages. Never raises."""
         if not messages:
             return
         try:

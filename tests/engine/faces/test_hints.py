@@ -1,4 +1,4 @@
-"""Hints: what requests say of their blocks' future, and what the end of a conversation says, reach the policy."""
+"""Hints: what requests say of their blocks' future, and the ends of conversations, reach the policy."""
 
 import pytest
 
