@@ -140,8 +140,8 @@ async def test_a_reader_of_whole_blocks_finds_none_of_the_parts(store):
         client = await AsyncKVStore.connect(str(store.socket_path))
         async with client:
             await client.open_namespace(SPACE)
-            assert (await client.match(CHAIN)).blocks == 0
-            assert (await client.match(CHAIN, part=PARTS[1])).blocks == BLOCKS
+            assert (await client.match(CHAIN, timeout_s=30)).blocks == 0
+            assert (await client.match(CHAIN, part=PARTS[1], timeout_s=30)).blocks == BLOCKS
 
 
 async def test_a_load_that_fails_on_one_rank_fails_on_all(store):
