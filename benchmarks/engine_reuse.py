@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from kvstore_engine_adapter.generation import Finished, GenerateRequest, RequestReport, Token
+from kvstore_engine_adapter.kv_dtype import TORCH_DTYPES
 from kvstore_engine_adapter.model import LoadedModel, load_model
-from kvstore_engine_adapter.page_pool import TORCH_DTYPES
 from kvstore_engine_adapter.paged_engine import EngineSettings, PagedEngine
 
 ANSWER_TOKENS = 24

@@ -3,18 +3,20 @@
 Two engines in one process share the weights, one of them over a ``kvstore serve``, and answer the same
 prompts in turn, in random order:
 
-- nothing reused: prompts nobody has seen. Printed are the medians of the pairs' ratios, with by without the
-  store, of the time to the first token, of the whole answer, and of the processor time of this process.
+- nothing reused: prompts nobody has seen, of each length. Printed are the medians of the pairs' ratios, with
+  by without the store, of the time to the first token, of the whole answer, and of this process's processor
+  time, until the answer is whole (cpu) and until its blocks are in the store too (cpu_and_writes).
 - reused: a third engine has stored a prompt's first blocks; the engine over the store has none of them in its
   own pages.
 
-An engine's blocks are written to the store before the next request: each pays for its own writes, as far as
-they overlap its answer. ``--json`` ends with one JSON object on stdout.
+An engine's blocks are written to the store before the next request: each pays for its own writes. ``--json``
+ends with one JSON object on stdout.
 """
 
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import statistics
@@ -29,9 +31,9 @@ import torch
 
 from kvstore.config import cache_folder
 from kvstore_engine_adapter.generation import Finished, GenerateRequest, RequestReport
+from kvstore_engine_adapter.kv_dtype import TORCH_DTYPES
 from kvstore_engine_adapter.model import LoadedModel, load_model
 from kvstore_engine_adapter.model_fetch import fetch_model
-from kvstore_engine_adapter.page_pool import TORCH_DTYPES
 from kvstore_engine_adapter.paged_engine import EngineSettings, PagedEngine
 from kvstore_tiers.store import StoreTier
 from served_store import ServedStore
@@ -43,11 +45,15 @@ _DRAM_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of one request, in seconds: to its first token, in all, and of this process's processors."""
+    """Of one request, in seconds: to its first token, in all, and of this process's processors.
+
+    ``cpu_and_writes_s`` goes on until its blocks are written.
+    """
 
     ttft_s: float
     total_s: float
     cpu_s: float
+    cpu_and_writes_s: float
     report: RequestReport
 
 
@@ -57,7 +63,7 @@ class Bench:
 
     model: LoadedModel
     address: str
-    length: int
+    lengths: Sequence[int]
     answer_tokens: int
     reused_blocks: Sequence[int]
     numbers: random.Random
@@ -67,7 +73,7 @@ class Bench:
         """Open an engine; its pages hold some prompts, not all."""
         settings = EngineSettings(
             block_tokens=_BLOCK_TOKENS,
-            max_model_tokens=self.length + self.answer_tokens,
+            max_model_tokens=max(self.lengths) + self.answer_tokens,
             compiled_folder=cache_folder() / "compiled",
         )
         engine = PagedEngine(self.model, settings, lower=[StoreTier(self.address)] if has_store else [])
@@ -83,14 +89,14 @@ class Bench:
 
     async def ask(self, engine: PagedEngine, prompt: Sequence[int], max_tokens: int) -> Times:
         """Have a prompt answered, and the blocks written to the store afterwards."""
-        started_s, cpu_s = time.monotonic(), time.process_time()
+        started_s, cpu_started_s = time.monotonic(), time.process_time()
         async for event in engine.generate(GenerateRequest(prompt, max_tokens)):
             if isinstance(event, Finished):
                 report = event.report
-        total_s, cpu_s = time.monotonic() - started_s, time.process_time() - cpu_s
+        total_s, cpu_s = time.monotonic() - started_s, time.process_time() - cpu_started_s
         assert engine.manager is not None
         await engine.manager.flush(timeout_s=60)
-        return Times(report.ttft_s, total_s, cpu_s, report)
+        return Times(report.ttft_s, total_s, cpu_s, time.process_time() - cpu_started_s, report)
 
     async def pair(
         self, over_store: PagedEngine, without: PagedEngine, prompt: Sequence[int]
@@ -105,7 +111,7 @@ class Bench:
 def ratios(pairs: Sequence[tuple[Times, Times]]) -> dict[str, object]:
     """Return medians of the pairs' ratios, with their quartiles."""
     found: dict[str, object] = {"pairs": len(pairs)}
-    for name in ("ttft_s", "total_s", "cpu_s"):
+    for name in ("ttft_s", "total_s", "cpu_s", "cpu_and_writes_s"):
         values = [getattr(on, name) / getattr(off, name) for on, off in pairs]
         low, middle, high = statistics.quantiles(values, n=4)
         found[f"{name[:-2]}_ratio"] = round(middle, 4)
@@ -122,28 +128,29 @@ async def measure(bench: Bench, repeats: int) -> dict[str, object]:
     async with contextlib.AsyncExitStack() as stack:
         over_store = await stack.enter_async_context(bench.engine(has_store=True))
         without = await stack.enter_async_context(bench.engine(has_store=False))
-        for _ in range(3):  # first requests pay for set-up
-            await bench.pair(over_store, without, bench.prompt(bench.length))
-        new = [await bench.pair(over_store, without, bench.prompt(bench.length)) for _ in range(repeats)]
-        assert not any(times.report.matched_tokens for pair in new for times in pair)
-        say(f"nothing reused: {ratios(new)}")
+        nothing_reused = []
+        for length in bench.lengths:
+            for _ in range(3):  # first requests pay for set-up
+                await bench.pair(over_store, without, bench.prompt(length))
+            pairs = [await bench.pair(over_store, without, bench.prompt(length)) for _ in range(repeats)]
+            assert not any(times.report.matched_tokens for pair in pairs for times in pair)
+            nothing_reused.append({"prompt_tokens": length} | ratios(pairs))
+            say(f"nothing reused: {nothing_reused[-1]}")
         writer = await stack.enter_async_context(bench.engine(has_store=True))
         reused = []
-        for blocks in bench.reused_blocks:
+        for length, blocks in itertools.product(bench.lengths, bench.reused_blocks):
+            if blocks >= length // _BLOCK_TOKENS:
+                continue
             pairs = []
             for _ in range(max(3, repeats // 4)):
-                prompt = bench.prompt(bench.length)
+                prompt = bench.prompt(length)
                 await bench.ask(writer, prompt[: blocks * _BLOCK_TOKENS + 1], 1)
                 pairs.append(await bench.pair(over_store, without, prompt))
             loaded = statistics.mean(on.report.matched_tokens for on, _ in pairs)
-            reused.append({"stored_tokens": blocks * _BLOCK_TOKENS, "matched_tokens": loaded} | ratios(pairs))
+            stored = {"prompt_tokens": length, "stored_tokens": blocks * _BLOCK_TOKENS}
+            reused.append(stored | {"matched_tokens": loaded} | ratios(pairs))
             say(f"reused: {reused[-1]}")
-    return {
-        "prompt_tokens": bench.length,
-        "answer_tokens": bench.answer_tokens,
-        "nothing_reused": ratios(new),
-        "reused": reused,
-    }
+    return {"answer_tokens": bench.answer_tokens, "nothing_reused": nothing_reused, "reused": reused}
 
 
 def say(text: str) -> None:
@@ -155,7 +162,7 @@ def main() -> int:
     """Parse arguments, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", type=Path, help="GGUF or model folder (default: the demo's model)")
-    parser.add_argument("--prompt-tokens", type=int, default=400)
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[400])
     parser.add_argument("--answer-tokens", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument(
@@ -174,9 +181,9 @@ def main() -> int:
             bench = Bench(
                 model=model,
                 address=str(store.socket_path),
-                length=args.prompt_tokens,
+                lengths=args.prompt_tokens,
                 answer_tokens=args.answer_tokens,
-                reused_blocks=[blocks for blocks in args.reused_blocks if blocks < args.prompt_tokens // 16],
+                reused_blocks=args.reused_blocks,
                 numbers=random.Random(5),
             )
             report = asyncio.run(measure(bench, args.repeats))

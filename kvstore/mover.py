@@ -1,8 +1,9 @@
 """Mover: writes blocks from the top tier through to the tiers below, in the background.
 
 Every lower tier has a bounded queue and one worker, so that a slow tier delays only itself. A full queue
-drops the write and counts it. Demotions go to the front of the queue: somebody waits for their slots. The
-bytes are checked against their checksum before they are written, so damage in memory does not spread.
+drops the write and counts it. Demotions go to the front of the queue: somebody waits for their slots. Other
+writes may be put off for a while (``WritePace``), and are then made in larger batches. Bytes whose checksum
+is known are checked before they are written, so damage in memory does not spread.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from kvstore.log_limit import LimitedWarning
 from kvstore.miss import MissReason
 from kvstore.space import Space
 from kvstore.state import State
-from kvstore.tier import BlockHeader, Slot, Tier, WriteRequest, WriteStatus
+from kvstore.tier import BlockHeader, Slot, SummingTier, Tier, WriteRequest, WriteStatus
 from kvstore.tier_spans import Operation, begin_serving
 from kvstore.tracing import Attribute, TraceContext, current
 
@@ -33,6 +34,7 @@ class WriteQueue:
         self._demoting: set[BlockEntry] = set()
         self._causes: dict[BlockEntry, TraceContext] = {}
         self.has_work = asyncio.Event()
+        self.is_urgent = asyncio.Event()
         self.in_flight = 0
 
     def __len__(self) -> int:
@@ -59,6 +61,12 @@ class WriteQueue:
         self._waiting[entry] = None
         self._waiting.move_to_end(entry, last=False)
         self.has_work.set()
+        self.is_urgent.set()
+
+    def hurry(self) -> None:
+        """Somebody waits for what waits to be written."""
+        if self._waiting:
+            self.is_urgent.set()
 
     def note_cause(self, entry: BlockEntry, cause: TraceContext) -> None:
         """Note the span of the request that had a queued entry written."""
@@ -80,6 +88,7 @@ class WriteQueue:
             self._demoting.discard(entry)
         if not self._waiting:
             self.has_work.clear()
+            self.is_urgent.clear()
         return batch
 
 
@@ -119,6 +128,8 @@ class Mover:
         try:
             async with asyncio.timeout(timeout_s):
                 while not all(queue.is_idle for queue in self._queues.values()):
+                    for queue in self._queues.values():
+                        queue.hurry()
                     self._progress.clear()
                     await self._progress.wait()
         except TimeoutError:
@@ -169,20 +180,27 @@ class Mover:
         return {name: len(queue) + queue.in_flight for name, queue in self._queues.items()}
 
     async def _run(self, tier: Tier) -> None:
-        queue = self._queues[tier.name]
+        queue, pace = self._queues[tier.name], self._state.settings.write_pace
         while True:
             await queue.has_work.wait()
-            batch = queue.take(self._state.settings.write_batch_blocks)
-            queue.in_flight = len(batch)
-            causes = queue.take_causes(batch)
-            for group in self._groups(tier, batch):
-                try:
-                    await self._write_group(tier, group, causes)
-                except Exception:
-                    # The group's blocks are settled and counted as not written.
-                    logger.exception("%s: writing %d blocks failed", tier.name, len(group))
-            queue.in_flight = 0
-            self._progress.set()
+            due_s = 0.0 if pace is None else pace.due_s()
+            while len(queue):
+                if pace is not None:
+                    await pace.turn(is_urgent=queue.is_urgent, until_s=due_s)
+                await self._write_batch(tier, queue)
+
+    async def _write_batch(self, tier: Tier, queue: WriteQueue) -> None:
+        batch = queue.take(self._state.settings.write_batch_blocks)
+        queue.in_flight = len(batch)
+        causes = queue.take_causes(batch)
+        for group in self._groups(tier, batch):
+            try:
+                await self._write_group(tier, group, causes)
+            except Exception:
+                # The group's blocks are settled and counted as not written.
+                logger.exception("%s: writing %d blocks failed", tier.name, len(group))
+        queue.in_flight = 0
+        self._progress.set()
 
     def _groups(
         self, tier: Tier, batch: list[tuple[BlockEntry, bool]]
@@ -262,11 +280,16 @@ class Mover:
         assert len(slots) == len(entries), "a READY copy in the top tier has no slot"
         started_s = state.clock()
         async with state.top.reading(slots, length) as buffers:
-            sums = await asyncio.to_thread(lambda: [checksum(buffer[:length]) for buffer in buffers])
+            sums = await self._sums(tier, [buffer[:length] for buffer in buffers], top_copies)
             good = [
                 i for i, copy in enumerate(top_copies) if copy.checksum is None or copy.checksum == sums[i]
             ]
-            requests = [WriteRequest(self._header(entries[i], length, sums[i]), buffers[i]) for i in good]
+            requests = [
+                WriteRequest(
+                    self._header(entries[i], length, sums[i] or 0), buffers[i], is_summed=sums[i] is not None
+                )
+                for i in good
+            ]
             deadline_s = state.clock() + state.settings.write_timeout_s
             written = await tier.write(requests, deadline_s=deadline_s) if requests else []
         statuses = [WriteStatus.REFUSED] * len(entries)
@@ -278,6 +301,15 @@ class Mover:
         for i in set(range(len(entries))) - set(good):
             self._condemn(entries[i], slots[i])
         return statuses
+
+    async def _sums(
+        self, tier: Tier, payloads: list[memoryview], copies: Sequence[Copy]
+    ) -> Sequence[int | None]:
+        """Return the payloads' checksums; None for those that nobody summed yet and the tier sums itself."""
+        sums_itself = isinstance(tier, SummingTier) and tier.sums_payloads
+        if sums_itself and all(copy.checksum is None for copy in copies):
+            return [None] * len(payloads)
+        return await asyncio.to_thread(lambda: list(map(checksum, payloads)))
 
     def _header(self, entry: BlockEntry, length: int, payload_sum: int) -> BlockHeader:
         assert entry.parent is not None, "a stored block has a parent"

@@ -15,6 +15,7 @@ from kvstore.hints import Hints
 from kvstore.keys import NamespaceDigest
 from kvstore.lease import LeaseTable
 from kvstore.miss import MissReason
+from kvstore.pacing import WritePace
 from kvstore.policy import NO_HINT, EvictionPolicy, Hint, NewPolicy
 from kvstore.size_curve import SizeCurve
 from kvstore.tier import BlockId, Slot, SlotTier, StorageKey, Tier
@@ -43,7 +44,8 @@ class ManagerSettings:
     long a load goes on for later use after those who asked for it gave up. ``namespace_quota_ratio`` is the
     share of each tier that one namespace may fill, ``pin_budget_ratio`` the share of the top tier it may
     lease. ``prefill_tokens_per_s``: how fast engines compute what is not found, so that policies know what a
-    hit saves; 0: not known, and all bytes are worth the same.
+    hit saves; 0: not known, and all bytes are worth the same. ``write_pace`` may put background writes off
+    for a while.
     """
 
     timeout_s: float = 0.05
@@ -59,6 +61,7 @@ class ManagerSettings:
     namespace_quota_ratio: float = 1.0
     pin_budget_ratio: float = 1.0
     prefill_tokens_per_s: float = 0.0
+    write_pace: WritePace | None = None
 
 
 @dataclass(slots=True)

@@ -232,11 +232,13 @@ class WriteRequest:
 
     ``buffer`` is readable until the write returns; one from an arena is aligned and padded as for reads.
     ``only_if_absent`` is for shared tiers: they answer REFUSED if there is a value under that name.
+    ``is_summed`` False: the header's checksum is not known yet. That is for a SummingTier alone.
     """
 
     header: BlockHeader
     buffer: memoryview
     only_if_absent: bool = False
+    is_summed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +355,15 @@ class CountingTier(Protocol):
     @property
     def counters(self) -> dict[str, int]:
         """Events so far, by names that are the tier's own."""
+
+
+@runtime_checkable
+class SummingTier(Protocol):
+    """What a Tier is too that sums payloads as it copies them, so that nobody need sum them before."""
+
+    @property
+    def sums_payloads(self) -> bool:
+        """Whether it takes requests that are not summed."""
 
 
 @runtime_checkable

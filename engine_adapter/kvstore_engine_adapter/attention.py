@@ -98,7 +98,9 @@ class TorchPageOps:
         for chunks in (1, _LONG_CHUNKS) * _DRAWS:
             context = chunk * chunks
             queries, keys, values = (
-                torch.randn(count, heads, layout.head_dim, generator=generator).to(self._pool.tensor)
+                torch.randn(count, heads, layout.head_dim, generator=generator).to(
+                    self._pool.device, self._pool.computes_in
+                )
                 for count, heads in (
                     (chunk, layout.num_kv_heads * self._groups),
                     (context, layout.num_kv_heads),
@@ -142,7 +144,7 @@ class TorchPageOps:
         return self._mask(positions.clamp_(max=context - 1), context)
 
     def _mask(self, positions: torch.Tensor, context: int) -> torch.Tensor:
-        return causal_mask(positions, context, groups=self._groups, dtype=self._pool.tensor.dtype)
+        return causal_mask(positions, context, groups=self._groups, dtype=self._pool.computes_in)
 
     def attend(
         self, queries: torch.Tensor, layer: int, table: torch.Tensor, mask: torch.Tensor

@@ -24,6 +24,27 @@ struct Bf16 {
   uint16_t bits;
 };
 
+struct Fp8 {
+  uint8_t bits;
+};
+
+// The value of each e4m3 number: sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinities.
+struct Fp8Values {
+  float of[256];
+  constexpr Fp8Values() : of() {
+    for (int bits = 0; bits < 256; ++bits) {
+      const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+      float value = exponent ? 1.0f + mantissa / 8.0f : mantissa / 8.0f;
+      for (int step = exponent ? exponent : 1; step > 7; --step) value *= 2.0f;
+      for (int step = exponent ? exponent : 1; step < 7; ++step) value /= 2.0f;
+      if ((bits & 127) == 127) value = __builtin_nanf("");
+      of[bits] = bits >> 7 ? -value : value;
+    }
+  }
+};
+
+constexpr Fp8Values kFp8;
+
 template <typename T>
 inline T read(const void* from) {
   T value;
@@ -43,6 +64,12 @@ inline Vec load(const Bf16* from) {
 inline Vec load(const _Float16* from) {
   Vec value;
   for (int i = 0; i < kLanes; ++i) value[i] = static_cast<float>(from[i]);
+  return value;
+}
+
+inline Vec load(const Fp8* from) {
+  Vec value;
+  for (int i = 0; i < kLanes; ++i) value[i] = kFp8.of[from[i].bits];
   return value;
 }
 
@@ -166,7 +193,7 @@ inline void add_block(const float* query, const float* keys, const float* values
 
 extern "C" {
 
-// Element counts are of the dtype. A page holds [layers, 2, block_tokens, kv_heads, head_dim]; `pages` points at
+// Element counts are of the pages' dtype. A page holds [layers, 2, block_tokens, kv_heads, head_dim]; `pages` points at
 // the layer's keys in page 0. Segment i has `counts[i]` rows from row `firsts[i]` of queries and mixed, which
 // are [rows, kv_heads * groups, head_dim], at positions `starts[i]`..., and its block table is
 // tables[offsets[i]...]. counts[i] * groups is at most 1024. `scratch` has room for 2 * 32 + 2 * 1024 vectors of
@@ -195,7 +222,8 @@ struct Call {
 namespace {
 
 // Rows of one segment under way, for heads head..head + num_heads; queries are ordered by KV head, then row.
-template <typename T, int kDim>
+// T is the dtype of queries and results, P that of the pages.
+template <typename T, typename P, int kDim>
 struct Work {
   const Call& call;
   int64_t segment, head, num_heads;
@@ -227,12 +255,12 @@ struct Work {
   }
 
   void gather(int64_t which, int64_t block, int64_t known) {
-    const T* pages = static_cast<const T*>(call.pages) + (head + which) * kDim;
+    const P* pages = static_cast<const P*>(call.pages) + (head + which) * kDim;
     const int32_t* table = call.tables + call.offsets[segment];
     const int64_t width = call.kv_heads * kDim;
     for (int64_t key = 0; key < known; ++key) {
       const int64_t position = block + key;
-      const T* from = pages + table[position / call.block_tokens] * call.page_stride +
+      const P* from = pages + table[position / call.block_tokens] * call.page_stride +
                       position % call.block_tokens * width;
       for (int dim = 0; dim < kDim; dim += kLanes) {
         write(keys + key * kDim + dim, load(from + dim));
@@ -277,26 +305,26 @@ struct Work {
 };
 
 // A segment of few rows takes all heads at once, so that it reads pages from end to end.
-template <typename T, int kDim>
+template <typename T, typename P, int kDim>
 void attend(const Call& call, int64_t segment) {
   const int64_t queries = call.counts[segment] * call.groups * call.kv_heads;
   const int64_t together = queries <= kFewQueries ? call.kv_heads : 1;
   for (int64_t head = 0; head < call.kv_heads; head += together) {
-    Work<T, kDim>(call, segment, head, together).run();
+    Work<T, P, kDim>(call, segment, head, together).run();
   }
 }
 
-template <typename T>
+template <typename T, typename P = T>
 int attend_tasks(const Call& call, int64_t begin, int64_t end) {
   for (int64_t segment = begin; segment < end; ++segment) {
     switch (call.head_dim) {
-      case 16: attend<T, 16>(call, segment); break;
-      case 32: attend<T, 32>(call, segment); break;
-      case 64: attend<T, 64>(call, segment); break;
-      case 80: attend<T, 80>(call, segment); break;
-      case 96: attend<T, 96>(call, segment); break;
-      case 128: attend<T, 128>(call, segment); break;
-      case 256: attend<T, 256>(call, segment); break;
+      case 16: attend<T, P, 16>(call, segment); break;
+      case 32: attend<T, P, 32>(call, segment); break;
+      case 64: attend<T, P, 64>(call, segment); break;
+      case 80: attend<T, P, 80>(call, segment); break;
+      case 96: attend<T, P, 96>(call, segment); break;
+      case 128: attend<T, P, 128>(call, segment); break;
+      case 256: attend<T, P, 256>(call, segment); break;
       default: return 1;
     }
   }
@@ -313,5 +341,16 @@ int attend_float16(const Call* call, int64_t begin, int64_t end) {
   return attend_tasks<_Float16>(*call, begin, end);
 }
 int attend_float32(const Call* call, int64_t begin, int64_t end) { return attend_tasks<float>(*call, begin, end); }
+
+// The same over pages of fp8 e4m3, whose numbers stand for themselves.
+int attend_bfloat16_over_fp8(const Call* call, int64_t begin, int64_t end) {
+  return attend_tasks<Bf16, Fp8>(*call, begin, end);
+}
+int attend_float16_over_fp8(const Call* call, int64_t begin, int64_t end) {
+  return attend_tasks<_Float16, Fp8>(*call, begin, end);
+}
+int attend_float32_over_fp8(const Call* call, int64_t begin, int64_t end) {
+  return attend_tasks<float, Fp8>(*call, begin, end);
+}
 
 }  // extern "C"

@@ -22,6 +22,9 @@ _FUNCTIONS = {
     torch.float16: "attend_float16",
     torch.float32: "attend_float32",
 }
+_FP8 = "_over_fp8"
+"""What their names end in where the pages hold fp8."""
+
 _MAX_QUERIES = 1024
 _MAX_ROWS = 64
 _BLOCK_KEYS = 32
@@ -63,7 +66,9 @@ class CpuPageOps:
         layout = pool.layout
         self.pool = pool
         self.groups = num_heads // layout.num_kv_heads
-        self.attend = getattr(library, _FUNCTIONS[pool.tensor.dtype])
+        self.attend = getattr(
+            library, _FUNCTIONS[pool.computes_in] + (_FP8 if pool.scales is not None else "")
+        )
         self.attend.argtypes = (ctypes.POINTER(_Call), ctypes.c_int64, ctypes.c_int64)
         self.max_rows = min(_MAX_ROWS, _MAX_QUERIES // self.groups)
         self.scratch: list[torch.Tensor] = []

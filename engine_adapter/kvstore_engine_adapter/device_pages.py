@@ -11,7 +11,8 @@ from kvstore.layout import KVLayout
 from kvstore_engine_adapter.attention import PageOps
 from kvstore_engine_adapter.cpu_page_ops import page_ops_for
 from kvstore_engine_adapter.kernel_page_ops import KernelPageOps
-from kvstore_engine_adapter.page_pool import TORCH_DTYPES, PagePool
+from kvstore_engine_adapter.kv_dtype import PAGE_DTYPES
+from kvstore_engine_adapter.page_pool import PagePool
 from kvstore_kernels import KernelsUnavailable, PagedKernels, open_kernels
 from kvstore_kernels.attention_builds import check_head_dim
 
@@ -32,14 +33,20 @@ class AttentionBackend(Enum):
 
 
 def kernels_for(
-    layout: KVLayout, device: torch.device, backend: AttentionBackend, folder: Path | None
+    layout: KVLayout,
+    device: torch.device,
+    backend: AttentionBackend,
+    folder: Path | None,
+    *,
+    computes_in: torch.dtype | None = None,
 ) -> PagedKernels | None:
     """Return the kernels for pages of a layout; None where torch, or C++, does their work.
 
-    ``folder`` keeps what is compiled (None: the user's cache folder).
+    ``folder`` keeps what is compiled (None: the user's cache folder). ``computes_in`` is the queries' dtype,
+    where it is not that of the pages.
     """
-    dtype = TORCH_DTYPES[layout.dtype]
-    if device.type != "cuda" or dtype not in _KERNEL_DTYPES:
+    dtype = PAGE_DTYPES[layout.dtype]
+    if device.type != "cuda" or (computes_in or dtype) not in _KERNEL_DTYPES:
         return None
     try:
         check_head_dim(layout.head_dim, dtype)

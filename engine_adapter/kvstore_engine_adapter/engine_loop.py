@@ -7,8 +7,10 @@ import itertools
 import logging
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvstore.hints import Hints
 from kvstore.keys import Namespace
 from kvstore.tier import Slot
 from kvstore_engine_adapter.attention import Segment
@@ -92,7 +94,7 @@ class EngineLoop:
 
     def submit(self, request: GenerateRequest, max_tokens: int) -> LiveRequest:
         """Take a request on; its events come from now on."""
-        namespace = self._namespace_of(request)
+        namespace = self._namespace_of(request.tenant_salt)
         live = LiveRequest(
             number=next(self._numbers),
             request=request,
@@ -109,10 +111,17 @@ class EngineLoop:
         self._has_news.set()
         return live
 
-    def _namespace_of(self, request: GenerateRequest) -> Namespace:
-        if not request.tenant_salt:
+    def note_hints(
+        self, tokens: Sequence[int], hints: Hints, *, behind_tokens: int, tenant_salt: bytes
+    ) -> None:
+        """Tell of the future of a sequence's full blocks that begin at or after ``behind_tokens``."""
+        chain = self._namespace_of(tenant_salt).chain(tokens)
+        self._supply.note_hints(chain[math.ceil(behind_tokens / chain.block_tokens) :], hints)
+
+    def _namespace_of(self, tenant_salt: bytes) -> Namespace:
+        if not tenant_salt:
             return self._namespace
-        namespace = dataclasses.replace(self._namespace, tenant_salt=request.tenant_salt)
+        namespace = dataclasses.replace(self._namespace, tenant_salt=tenant_salt)
         if self._supply.manager is not None:
             # Anew each time: one that has no blocks may have been forgotten.
             self._supply.manager.open_namespace(namespace)
@@ -164,6 +173,8 @@ class EngineLoop:
         lenders = [live for live in self._live.values() if copied.intersection(live.slots)] if copied else []
         for live in (*lenders, *(live for live, _ in step.computing)):
             live.is_computing = True
+        # What a pass wants of processors and memory, writes would want too.
+        self._supply.pace.put_off()
         try:
             result = await self._worker.compute(step.work())
         except Exception as error:
@@ -182,6 +193,7 @@ class EngineLoop:
 
     async def _wait(self) -> None:
         """Wait for news; while slots are short, only for a moment."""
+        self._supply.pace.resume()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SHORT_WAIT_S if self._is_short else None):
                 await self._has_news.wait()

@@ -53,7 +53,7 @@ class KernelPageOps:
         late = (blocks - 1) * layout.block_tokens
         step = self.begin([Segment((0,), late, slots), Segment((0, 0), 0, slots)])
         shape = (3, self.num_heads, layout.head_dim)
-        queries = torch.zeros(shape, dtype=pool.tensor.dtype, device=pool.device)
+        queries = torch.zeros(shape, dtype=pool.computes_in, device=pool.device)
         new = queries[:, : layout.num_kv_heads]
         # The two segments write the same zeros to the same rows.
         step.write(0, new, new)
@@ -117,8 +117,14 @@ class KernelPageStep:
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store new keys and values; see PageStep."""
-        count, pages = self._count, self._ops.pool.tensor[:, layer]
-        self._ops.kernels.write_kv(keys[:count], values[:count], pages, self._rows)
+        count, pool = self._count, self._ops.pool
+        self._ops.kernels.write_kv(
+            keys[:count],
+            values[:count],
+            pool.tensor[:, layer],
+            self._rows,
+            kv_scales=pool.layer_scales(layer),
+        )
 
     def attend(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """Attend in as few calls as the memory for splits allows; see PageStep."""
@@ -129,10 +135,15 @@ class KernelPageStep:
         return (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).reshape(rows, heads * head_dim)
 
     def _attend(self, call: _Call, layer: int, queries: torch.Tensor) -> torch.Tensor:
-        kernels, pages = self._ops.kernels, self._ops.pool.tensor[:, layer]
+        kernels, pool = self._ops.kernels, self._ops.pool
+        pages, scales = pool.tensor[:, layer], pool.layer_scales(layer)
         if call.starts is None:
-            return kernels.paged_decode(queries, pages, call.tables, call.lengths, plan=call.plan)
-        return kernels.paged_prefill(queries, pages, call.tables, call.starts, call.lengths, plan=call.plan)
+            return kernels.paged_decode(
+                queries, pages, call.tables, call.lengths, kv_scales=scales, plan=call.plan
+            )
+        return kernels.paged_prefill(
+            queries, pages, call.tables, call.starts, call.lengths, kv_scales=scales, plan=call.plan
+        )
 
 
 def _pieces(ops: KernelPageOps, segments: Sequence[Segment]) -> Iterator[_Piece]:

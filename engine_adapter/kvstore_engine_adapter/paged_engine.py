@@ -12,22 +12,24 @@ from pathlib import Path
 import torch
 
 from kvstore.errors import InvalidConfig, InvalidRequest, PromptTooLong
+from kvstore.hints import Hints
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.manager import BlockManager
 from kvstore.miss import MissReason
 from kvstore.outlasting import outlast
 from kvstore.tier import Slot, Tier
-from kvstore_engine_adapter.adapter import manager_over
+from kvstore_engine_adapter.adapter import engine_manager_settings, manager_over
 from kvstore_engine_adapter.attention import PageOps
 from kvstore_engine_adapter.device_pages import AttentionBackend, kernels_for, ops_on
 from kvstore_engine_adapter.engine_loop import EngineLoop
 from kvstore_engine_adapter.generation import EngineBusy, EngineClosed, Finished, GenerateRequest
+from kvstore_engine_adapter.kv_dtype import KVCacheDtype
 from kvstore_engine_adapter.live_request import Event
 from kvstore_engine_adapter.llama import LlamaModel
 from kvstore_engine_adapter.load_policy import LoadPolicy
 from kvstore_engine_adapter.model import LoadedModel
-from kvstore_engine_adapter.page_pool import TORCH_DTYPES, PagePool
+from kvstore_engine_adapter.page_pool import PagePool
 from kvstore_engine_adapter.request_blocks import BlockSupply, Waits
 from kvstore_engine_adapter.scheduler import Phase, SchedulerLimits
 from kvstore_engine_adapter.tensor_parallel.group_tier import GroupTier, GroupVramTier, LentSlots
@@ -60,7 +62,8 @@ class EngineSettings:
     every prompt is computed. ``max_num_seqs`` requests run at a time, ``max_waiting`` more wait, further ones
     are refused. A pass computes at most ``step_tokens`` tokens (None: 128 on a CPU, else 2048). ``ageing_s``:
     see ``scheduler``. ``compiled_folder`` keeps what is compiled for this machine (None: on a CPU torch's
-    attention is used). ``attention_backend`` is for a GPU.
+    attention is used). ``attention_backend`` is for a GPU. ``kv_cache_dtype``: what keys and values
+    are kept as.
     """
 
     block_tokens: int = 16
@@ -73,6 +76,7 @@ class EngineSettings:
     ageing_s: float = 30.0
     compiled_folder: Path | None = None
     attention_backend: AttentionBackend = AttentionBackend.EXACT
+    kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
     tenant_salt: bytes = b""
     epoch: int = 0
     waits: Waits = field(default_factory=Waits)
@@ -110,11 +114,12 @@ class PagedEngine:
             self._lower = tuple(GroupTier(tier, group, self._lent) for tier in lower)
         self._clock = clock
         self._kernels = kernels
-        self._layout = layout_of(model, self._settings.block_tokens)
+        kept_as, computes_in = self._settings.kv_cache_dtype, model.weights.embedding.dtype
+        self._layout = layout_of(model, self._settings.block_tokens, kept_as)
         self._namespace = Namespace(
             model=model.config.name,
             layout=self._layout,
-            weights=model.shard.weights_name(model.digest),
+            weights=kept_as.weights_name(model.shard.weights_name(model.digest), computes_in),
             rope=model.config.rope.describe(),
             tenant_salt=self._settings.tenant_salt,
             epoch=self._settings.epoch,
@@ -181,7 +186,8 @@ class PagedEngine:
         try:
             loop = running.loop = await self._prepare(running)
             if self._settings.is_reusing:
-                manager = manager_over(self, self._lower, top=self._top(running.pool))
+                top, pace = self._top(running.pool), running.supply.pace
+                manager = manager_over(self, self._lower, top=top, settings=engine_manager_settings(pace))
                 await manager.open()
                 running.supply.manager = manager
         except BaseException:
@@ -200,6 +206,7 @@ class PagedEngine:
                 block_tokens=settings.block_tokens,
                 compiled_folder=settings.compiled_folder,
                 attention_backend=settings.attention_backend,
+                kv_cache_dtype=settings.kv_cache_dtype,
             )
         step_tokens = max(settings.max_num_seqs, _step_tokens(settings, running.pool.device))
         running.supply.policy.prefill = await running.worker.prepare(
@@ -263,6 +270,17 @@ class PagedEngine:
             loop.abandon(live)
             await outlast(asyncio.ensure_future(live.has_ended.wait()))
 
+    def note_hints(
+        self, tokens: Sequence[int], hints: Hints, *, behind_tokens: int = 0, tenant_salt: bytes = b""
+    ) -> None:
+        """Say what became known of the future of a sequence's full blocks, without a use of them.
+
+        Only of those that begin at or after ``behind_tokens``. Does nothing where no blocks are kept.
+        """
+        running = self._running
+        if running is not None and running.loop is not None:
+            running.loop.note_hints(tokens, hints, behind_tokens=behind_tokens, tenant_salt=tenant_salt)
+
     def stats(self) -> dict[str, object]:
         """Return counters, ready for JSON: the manager's, and the engine's own.
 
@@ -288,9 +306,10 @@ class PagedEngine:
         _refuse_more_than_memory((num_pages + 1) * self._layout.block_bytes, device)
         backend, folder = settings.attention_backend, settings.compiled_folder
         pages = self._model.shard.pages_of(self._layout)
-        kernels = self._kernels or kernels_for(pages, device, backend, folder)
+        computes_in = self._model.weights.embedding.dtype
+        kernels = self._kernels or kernels_for(pages, device, backend, folder, computes_in=computes_in)
         try:
-            pool = PagePool(pages, num_pages, device, kernels=kernels)
+            pool = PagePool(pages, num_pages, device, kernels=kernels, computes_in=computes_in)
         except (RuntimeError, MemoryError, OSError) as error:
             raise InvalidConfig(
                 f"engine: {num_pages} KV pages of {self._layout.block_bytes} bytes cannot be had: "
@@ -353,20 +372,19 @@ class _Running:
     task: "asyncio.Task[None] | None" = None
 
 
-def layout_of(model: LoadedModel, block_tokens: int) -> KVLayout:
+def layout_of(model: LoadedModel, block_tokens: int, kept_as: KVCacheDtype = KVCacheDtype.AUTO) -> KVLayout:
     """Return the layout of a model's blocks.
 
     Raises:
         InvalidLayout: ``block_tokens`` makes no valid block.
     """
-    dtype = next(name for name, value in TORCH_DTYPES.items() if value is model.weights.embedding.dtype)
-    config = model.config
+    dtype, config = kept_as.layout_dtype(model.weights.embedding.dtype), model.config
     return KVLayout(dtype, config.num_layers, block_tokens, config.num_kv_heads, config.head_dim)
 
 
-def block_bytes_of(model: LoadedModel, block_tokens: int) -> int:
+def block_bytes_of(model: LoadedModel, block_tokens: int, kept_as: KVCacheDtype = KVCacheDtype.AUTO) -> int:
     """Return the bytes of one block, for sizing the pool from bytes."""
-    return layout_of(model, block_tokens).block_bytes
+    return layout_of(model, block_tokens, kept_as).block_bytes
 
 
 def _step_tokens(settings: EngineSettings, device: torch.device) -> int:

@@ -20,6 +20,7 @@ from kvstore.keys import PrefixChain
 from kvstore.layout import Part
 from kvstore.manager import BlockManager
 from kvstore.miss import MissReason
+from kvstore.pacing import WritePace
 from kvstore.results import Fetched, Owner, PrefixMatch
 from kvstore.tier import Slot
 from kvstore_engine_adapter.load_policy import LoadPolicy
@@ -37,12 +38,16 @@ _LATE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """How long a request waits for the store, at most, in seconds."""
+    """How long a request waits for the store, at most, in seconds.
+
+    ``write_s`` is the other way round: how long writes to the store are put off while passes run.
+    """
 
     match_s: float = 0.1
     load_s: float = 2.0
     shortest_load_s: float = 0.05
     reserve_s: float = 0.1
+    write_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,7 @@ class BlockSupply:
     """Slots for requests: from a manager's top tier if there is one, else and in need from spare pages.
 
     ``holders`` counts, for each slot in use, the requests that have it. ``part`` is what of each block is in
-    these slots; None: all of it.
+    these slots; None: all of it. ``pace`` is that of the manager's writes to the store.
     """
 
     manager: BlockManager | None
@@ -81,6 +86,10 @@ class BlockSupply:
     faults: Counter[str] = field(default_factory=Counter)
     holders: Counter[Slot] = field(default_factory=Counter)
     part: Part | None = None
+    pace: WritePace = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pace = WritePace(patience_s=self.waits.write_s, clock=self.clock)
 
     def free_blocks(self) -> int:
         """Return how many slots are free, or can be had by evicting; without a manager, the spare pages."""
@@ -92,6 +101,16 @@ class BlockSupply:
     def rescue_blocks(self) -> int:
         """Pages that only a request without company may count on."""
         return 0 if self.manager is None else len(self.spare)
+
+    def note_hints(self, chain: PrefixChain, hints: Hints) -> None:
+        """Say what became known of the future of published blocks. Never raises."""
+        if self.manager is None or not len(chain):
+            return
+        try:
+            self.manager.note_hints(chain, hints, part=self.part)
+        except KVStoreError as error:
+            self.faults["hints"] += 1
+            logger.warning("engine: hints about %d blocks were not taken: %s", len(chain), error)
 
     def begin(self) -> "RequestBlocks":
         """Return the blocks of a request that gets a seat; its ``end`` must be called."""
@@ -191,14 +210,8 @@ class RequestBlocks:
 
     def note_hints(self, chain: PrefixChain, hints: Hints) -> None:
         """Say what became known of the future of published blocks. Never raises."""
-        supply = self._supply
-        if supply.manager is None or self._owner is None or not len(chain):
-            return
-        try:
-            supply.manager.note_hints(chain, hints, part=supply.part)
-        except KVStoreError as error:
-            supply.faults["hints"] += 1
-            logger.warning("engine: hints about %d blocks were not taken: %s", len(chain), error)
+        if self._owner is not None:
+            self._supply.note_hints(chain, hints)
 
     def end(self) -> None:
         """Give everything back. The request must not compute any more. Idempotent."""

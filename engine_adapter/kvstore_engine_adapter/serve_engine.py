@@ -22,6 +22,7 @@ from kvstore_engine_adapter.faces.engine_doors import DoorOptions, EngineDoors
 from kvstore_engine_adapter.faces.face_server import FaceServer
 from kvstore_engine_adapter.faces.http_face import FaceDoors, HttpFace
 from kvstore_engine_adapter.faces.record_access import SessionLimits
+from kvstore_engine_adapter.kv_dtype import KVCacheDtype
 from kvstore_engine_adapter.model import LoadedModel
 from kvstore_engine_adapter.paged_engine import (
     OTHER_STEP_TOKENS,
@@ -72,6 +73,7 @@ class ServeOptions:
     dtype: str = "bfloat16"
     device: str = "cpu"
     attention_backend: AttentionBackend = AttentionBackend.EXACT
+    kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
     tenant_salt_file: Path | None = None
     is_reusing: bool = True
     grace_s: float = 5.0
@@ -189,6 +191,7 @@ def _settings(options: ServeOptions, model: LoadedModel, salt: bytes) -> EngineS
         tenant_salt=salt,
         max_num_seqs=options.max_num_seqs,
         attention_backend=options.attention_backend,
+        kv_cache_dtype=options.kv_cache_dtype,
         compiled_folder=None if options.cache_folder is None else options.cache_folder / "compiled",
     )
 
@@ -249,7 +252,7 @@ def _num_blocks(options: ServeOptions, model: LoadedModel) -> int | None:
     Raises:
         InvalidConfig: it holds no block of prompt with a token of answer.
     """
-    block_bytes = block_bytes_of(model, options.block_tokens)
+    block_bytes = block_bytes_of(model, options.block_tokens, options.kv_cache_dtype)
     if options.kv_cache_bytes is not None:
         num_blocks = options.kv_cache_bytes // block_bytes
         given = f"--kv-cache-bytes {options.kv_cache_bytes}"
@@ -283,7 +286,7 @@ def _blocks_in_device(ratio: float, options: ServeOptions, model: LoadedModel) -
     return blocks_in(
         DeviceMemory(*torch.cuda.mem_get_info()),
         ratio,
-        block_bytes=block_bytes_of(model, options.block_tokens) // model.shard.size,
+        block_bytes=block_bytes_of(model, options.block_tokens, options.kv_cache_dtype) // model.shard.size,
         working_bytes=pass_bytes(
             model.shard.config_of(model.config),
             step_tokens=OTHER_STEP_TOKENS,

@@ -72,6 +72,13 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--threads", type=_whole(1, 1024), default=1, help="torch threads (default: %(default)s)"
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", "fp8"),
+        default="auto",
+        help="what keys and values are kept as, in pages and in the store: as --dtype, or as float8 e4m3 in"
+        " half the bytes of 16 bits, less exactly (default: %(default)s)",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
         "--attention-backend",
@@ -173,6 +180,7 @@ def _options(args: argparse.Namespace) -> "ServeOptions":
     from kvstore_engine_adapter.device_pages import AttentionBackend
     from kvstore_engine_adapter.faces.engine_doors import DoorOptions
     from kvstore_engine_adapter.faces.record_access import SessionLimits
+    from kvstore_engine_adapter.kv_dtype import KVCacheDtype
     from kvstore_engine_adapter.serve_engine import ServeOptions
 
     lower = []
@@ -204,6 +212,7 @@ def _options(args: argparse.Namespace) -> "ServeOptions":
         dtype=args.dtype,
         device=args.device,
         attention_backend=AttentionBackend(args.attention_backend),
+        kv_cache_dtype=KVCacheDtype(args.kv_cache_dtype),
         tenant_salt_file=args.tenant_salt_file,
         is_reusing=not args.no_reuse,
         grace_s=args.grace,

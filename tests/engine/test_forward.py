@@ -10,11 +10,12 @@ from kvstore.layout import KVLayout
 from kvstore_engine_adapter.attention import Segment, TorchPageOps
 from kvstore_engine_adapter.cpu_page_ops import CpuPageOps, page_ops_for
 from kvstore_engine_adapter.exact_rows import cancelling_product, exact_row_counts
+from kvstore_engine_adapter.kv_dtype import TORCH_DTYPES
 from kvstore_engine_adapter.llama import LlamaModel
 from kvstore_engine_adapter.model import load_model
 from kvstore_engine_adapter.model_config import RopeConfig
 from kvstore_engine_adapter.native_library import load_library
-from kvstore_engine_adapter.page_pool import TORCH_DTYPES, PagePool
+from kvstore_engine_adapter.page_pool import PagePool
 from tests.engine.conftest import CPU
 from tests.engine.tiny_model import HEAD_DIM, HEADS, KV_HEADS, LAYERS, TinyModel, reference_logits
 
@@ -276,6 +277,44 @@ def test_attention_of_every_head_size_is_that_of_float64(folder, head_dim, dtype
     torch.testing.assert_close(
         found.double(), reference_attention(pool, segments, queries), atol=tolerance, rtol=tolerance
     )
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_attention_over_pages_of_fp8_is_that_of_the_numbers_they_hold(folder, head_dim, dtype):
+    computes_in = TORCH_DTYPES[dtype]
+    layout = KVLayout("float8_e4m3", 1, 24, 2, head_dim)
+    generator = torch.Generator().manual_seed(head_dim)
+    # Every number that there is, but for NaN.
+    held = torch.randint(0, 127, (12, 1, 2, 24, 2, head_dim), generator=generator, dtype=torch.uint8)
+    held |= torch.randint(0, 2, held.shape, generator=generator, dtype=torch.uint8) << 7
+    some = torch.randn(
+        held[:, 0, 0].shape, generator=generator
+    )  # keys: of scores that are far apart one wins
+    held[:, 0, 0] = some.to(torch.float8_e4m3fn).view(torch.uint8)
+    segments = [Segment([0] * 70, 100, [5, 3, 7, 1, 0, 2, 4, 6]), Segment([0], 40, [8, 9])]
+    queries = torch.randn(71, 6, head_dim, generator=generator).to(computes_in)
+    for place in (folder, None):
+        pool = PagePool(layout, 12, CPU, computes_in=computes_in)
+        pool.tensor.view(torch.uint8)[:12] = held
+        ops = page_ops_for(pool, num_heads=6, folder=place)
+        ops.prepare()
+        found = ops.begin(segments).attend(0, queries)
+        wanted = reference_attention(pool, segments, queries)
+        # torch keeps weights in the dtype, and values are up to 448.
+        tolerance = 2 * torch.finfo(computes_in).eps
+        assert (found.double() - wanted).abs().max() <= 448 * tolerance + 1e-3
+        assert found.dtype == computes_in
+
+
+def test_what_is_written_to_pages_of_fp8_is_rounded_to_nearest_and_bounded():
+    pool = PagePool(KVLayout("float8_e4m3", 1, 4, 1, 4), 1, CPU, computes_in=torch.bfloat16)
+    new = torch.tensor([1.0, 1.05, 1000.0, -0.0015]).to(torch.bfloat16).view(1, 1, 4)
+    pool.write(0, new, -new, pages=torch.tensor([0]), rows=torch.tensor([2]))
+    keys, values = pool.read(0, torch.tensor([0]))
+    assert keys[2, 0].tolist() == [1.0, 1.0, 448.0, -(2.0**-9)]
+    assert torch.equal(values, -keys)
+    assert not keys[[0, 1, 3]].any()
 
 
 def reference_attention(pool, segments, queries):

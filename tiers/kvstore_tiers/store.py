@@ -78,6 +78,11 @@ class StoreTier:
         return True
 
     @property
+    def sums_payloads(self) -> bool:
+        """Its client sums what it copies into the store's memory."""
+        return True
+
+    @property
     def capacity_bytes(self) -> int:
         """It bounds itself."""
         return 0
@@ -228,7 +233,7 @@ class StoreTier:
             [request.buffer[: request.header.length_bytes] for request in run],
             part=first.block.part,
             timeout_s=self._patience_s(deadline_s),
-            checksums=[request.header.checksum for request in run],
+            checksums=[request.header.checksum for request in run] if run[0].is_summed else None,
         )
         doubtful = set(result.doubtful)
         if len(doubtful) > result.dropped:
@@ -312,6 +317,7 @@ def _runs(requests: Sequence[_R], is_next: Callable[[_R, _R], bool]) -> Iterator
 def _is_written_next(first: WriteRequest, second: WriteRequest) -> bool:
     one, other = first.header, second.header
     is_same_place = (one.block.namespace, one.block.part) == (other.block.namespace, other.block.part)
+    is_same_place = is_same_place and first.is_summed == second.is_summed
     return is_same_place and other.parent == one.block.key and other.depth == one.depth + 1
 
 

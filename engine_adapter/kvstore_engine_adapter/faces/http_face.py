@@ -116,7 +116,7 @@ class HttpFace:
         service = self._service
         models, tgi = ModelRoutes(service), TgiRoutes(service)
         responses = ResponseRoutes(service, self._stored)
-        sessions = SessionRoutes(self._sessions)
+        sessions = SessionRoutes(service, self._sessions)
         return [
             ("POST", "/v1/chat/completions", ChatRoute(service, self._sessions).answer),
             ("POST", "/v1/completions", CompletionRoute(service).answer),

@@ -108,15 +108,27 @@ CHAT = (
     ),
 )
 
-CHAT_EXTRA = _used(
-    first_logits="true: the logits that the first token was chosen from",
-    output_tokens="true: the answer's tokens",
+HINTS = _used(
     ends_session="true: the conversation is over, its blocks may leave first",
     is_one_off="true: nobody asks for the prompt's new blocks again",
     next_use_s="seconds until the blocks are expected to be used again",
-    session="name of a session: messages are what is new",
-    create="true: make the session if there is none",
-    version="continue only this version of the session",
+    block_priority="-4 to 4: each step up makes the blocks worth twice as much to keep (default 0)",
+)
+"""What a request may say of its blocks' future; the store's policy heeds it."""
+
+_SHOWN = _used(
+    first_logits="true: the logits that the first token was chosen from",
+    output_tokens="true: the answer's tokens",
+)
+
+CHAT_EXTRA = (
+    *_SHOWN,
+    *HINTS,
+    *_used(
+        session="name of a session: messages are what is new",
+        create="true: make the session if there is none",
+        version="continue only this version of the session",
+    ),
 )
 
 STREAM_OPTIONS = _used(include_usage="true: a last event with the usage") + _ignored("include_obfuscation")
@@ -137,14 +149,13 @@ COMPLETIONS = (
     *STREAMING,
     *_used(
         priority="lower is more urgent (default 0)",
-        kvstore='{"first_logits": true} or {"output_tokens": true}: see below',
+        kvstore="as in chats, but nothing of sessions",
     ),
     *_ignored("user"),
     *_refused(best_of=(1,), suffix=("",), logit_bias=({},)),
 )
 
-_OF_SESSIONS = ("session", "create", "version")
-COMPLETIONS_EXTRA = tuple(at for at in CHAT_EXTRA if at.name not in _OF_SESSIONS)
+COMPLETIONS_EXTRA = (*_SHOWN, *HINTS)
 
 RESPONSES = (
     *_used(
@@ -163,6 +174,7 @@ RESPONSES = (
         include='["message.output_text.logprobs"]: each token\'s log-probability',
         stream="true: server-sent events",
         priority="lower is more urgent (default 0)",
+        kvstore="what is known of the blocks' future, see below",
     ),
     *_ignored(
         "user",
@@ -192,6 +204,7 @@ TGI = _used(
     inputs="the prompt, a text",
     parameters="see the next table",
     stream="of `/` alone: true answers as /generate_stream does",
+    kvstore="what is known of the blocks' future, as in responses",
 )
 
 TGI_PARAMETERS = (
@@ -235,6 +248,7 @@ TABLES = {
     "kvstore in POST /v1/chat/completions": CHAT_EXTRA,
     "POST /v1/completions": COMPLETIONS,
     "POST /v1/responses": RESPONSES,
+    "kvstore in POST /v1/responses": HINTS,
     "POST /generate, /generate_stream, /": TGI,
     "parameters in POST /generate, /generate_stream, /": TGI_PARAMETERS,
     "POST /v1/sessions": SESSION,

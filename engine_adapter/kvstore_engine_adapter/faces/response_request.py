@@ -1,13 +1,15 @@
 """ResponseRequest: a ``/v1/responses`` body, checked."""
 
+import dataclasses
 from dataclasses import dataclass
 
 from kvstore_engine_adapter.faces.api_error import ApiError
 from kvstore_engine_adapter.faces.chat_request import MAX_MESSAGES, message_text
 from kvstore_engine_adapter.faces.fields import Fields, json_object, require_unicode
-from kvstore_engine_adapter.faces.parameters import RESPONSES
+from kvstore_engine_adapter.faces.parameters import HINTS, RESPONSES
 from kvstore_engine_adapter.faces.sampling_fields import (
     AnswerPlan,
+    read_hints,
     read_max_tokens,
     read_plan,
     read_top_logprobs,
@@ -46,6 +48,11 @@ def parse_response_request(body: bytes) -> ResponseRequest:
     wants_logprobs = _LOGPROBS in _includes(fields)
     if top and not wants_logprobs:
         fields.refuse("top_logprobs", f'needs "{_LOGPROBS}" in include')
+    plan = read_plan(
+        fields,
+        max_tokens=read_max_tokens(fields, "max_output_tokens"),
+        logprobs=top if wants_logprobs else None,
+    )
     return ResponseRequest(
         model=fields.text("model"),
         messages=_messages(fields),
@@ -53,11 +60,7 @@ def parse_response_request(body: bytes) -> ResponseRequest:
         previous_response_id=fields.optional_text("previous_response_id"),
         is_stored=fields.boolean("store", default=True),
         metadata=_metadata(fields),
-        plan=read_plan(
-            fields,
-            max_tokens=read_max_tokens(fields, "max_output_tokens"),
-            logprobs=top if wants_logprobs else None,
-        ),
+        plan=dataclasses.replace(plan, hints=read_hints(fields.nested("kvstore", HINTS))),
         is_streaming=fields.boolean("stream"),
     )
 

@@ -57,9 +57,10 @@ class ResponseRoutes:
         return web.json_response(found.response)
 
     async def delete(self, request: web.Request) -> web.Response:
-        """Drop a stored response."""
-        name = request.match_info["id"]
-        await self._stored.delete(owner_of(request), name)
+        """Drop a stored response; the blocks of its turn may leave first from then on."""
+        name, owner = request.match_info["id"], owner_of(request)
+        ended = await self._stored.delete(owner, name)
+        await self._service.note_end(owner, ended.messages, num_shared=ended.num_shared)
         return web.json_response({"id": name, "object": "response", "deleted": True})
 
     async def items(self, request: web.Request) -> web.Response:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from kvstore.errors import InvalidRequest
 from kvstore.hints import MAX_NEXT_USE_S, Hints
+from kvstore.hints import MAX_PRIORITY as MAX_BLOCK_PRIORITY
 from kvstore_engine_adapter.faces.api_error import ApiError
 from kvstore_engine_adapter.faces.fields import Fields
 from kvstore_engine_adapter.generation import MAX_LOGPROBS
@@ -131,5 +132,6 @@ def read_hints(extra: Fields) -> Hints | None:
         ends_session=extra.boolean("ends_session"),
         is_one_off=extra.boolean("is_one_off"),
         next_use_s=next_use_s,
+        priority=extra.whole("block_priority", low=-MAX_BLOCK_PRIORITY, high=MAX_BLOCK_PRIORITY, default=0),
     )
     return None if hints == Hints() else hints

@@ -10,6 +10,8 @@ from typing import Protocol
 
 from aiohttp import web
 
+from kvstore.errors import KVStoreError
+from kvstore.hints import Hints
 from kvstore.http.counters import HttpCounters
 from kvstore_engine_adapter.faces.answering import MAX_UNREAD_TOKENS, Answering
 from kvstore_engine_adapter.faces.api_error import ApiError, api_error
@@ -17,6 +19,7 @@ from kvstore_engine_adapter.faces.callers import owner_of
 from kvstore_engine_adapter.faces.choice import Piece
 from kvstore_engine_adapter.faces.closing_time import ClosingTime
 from kvstore_engine_adapter.faces.event_stream import ClientGone, EventStream
+from kvstore_engine_adapter.faces.record_access import Owner
 from kvstore_engine_adapter.faces.request_body import read_body
 from kvstore_engine_adapter.faces.sampling_fields import AnswerPlan
 from kvstore_engine_adapter.paged_engine import PagedEngine
@@ -85,6 +88,20 @@ class Service:
         """Return the tokens of a text. Raises PromptTooLong as ``ModelTokenizer.encode_prompt``."""
         limit = self.engine.context_tokens
         return await asyncio.to_thread(self.tokenizer.encode_prompt, text, context_tokens=limit)
+
+    async def note_end(self, owner: Owner, messages: Sequence[ChatMessage], *, num_shared: int) -> None:
+        """Say that nobody goes on from a history, but for its first messages. Never raises."""
+        if not messages:
+            return
+        try:
+            tokens = await self.encode_chat(messages)
+            shared = await self.encode_chat(messages[:num_shared]) if num_shared else []
+        except KVStoreError as error:  # they are too many, say
+            logger.debug("sessions: the end of one is not told: %s", error)
+            return
+        same = next((i for i, (a, b) in enumerate(zip(tokens, shared, strict=False)) if a != b), len(shared))
+        hints = Hints(ends_session=True)
+        self.engine.note_hints(tokens, hints, behind_tokens=same, tenant_salt=owner.block_salt)
 
     def answering(
         self,

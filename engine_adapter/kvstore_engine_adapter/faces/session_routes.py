@@ -7,7 +7,7 @@ from kvstore_engine_adapter.faces.callers import owner_of
 from kvstore_engine_adapter.faces.chat_request import read_messages
 from kvstore_engine_adapter.faces.fields import Fields, json_object
 from kvstore_engine_adapter.faces.parameters import FORK, SESSION
-from kvstore_engine_adapter.faces.service import read_request_body
+from kvstore_engine_adapter.faces.service import Service, read_request_body
 from kvstore_engine_adapter.faces.sessions import SessionHead, Sessions
 from kvstore_engine_adapter.tokenizer import ChatMessage
 
@@ -18,7 +18,8 @@ _DEFAULT_LISTED = 100
 class SessionRoutes:
     """Answers about sessions."""
 
-    def __init__(self, sessions: Sessions) -> None:
+    def __init__(self, service: Service, sessions: Sessions) -> None:
+        self._service = service
         self._sessions = sessions
 
     async def create(self, request: web.Request) -> web.Response:
@@ -55,9 +56,10 @@ class SessionRoutes:
         return web.json_response(session_json(head), status=201)
 
     async def delete(self, request: web.Request) -> web.Response:
-        """Delete a session."""
-        name = request.match_info["name"]
-        await self._sessions.delete(owner_of(request), name)
+        """Delete a session; its blocks may leave first from then on."""
+        name, owner = request.match_info["name"], owner_of(request)
+        ended = await self._sessions.delete(owner, name)
+        await self._service.note_end(owner, ended.messages, num_shared=ended.num_shared)
         return web.json_response({"id": name, "object": "session", "deleted": True})
 
 

@@ -91,6 +91,14 @@ class SessionHead:
         raise damaged(f"session {name}")
 
 
+@dataclass(frozen=True, slots=True)
+class EndedHistory:
+    """The messages of a history that ended, of which the first ``num_shared`` go on in another one."""
+
+    messages: tuple[ChatMessage, ...] = ()
+    num_shared: int = 0
+
+
 class Sessions:
     """The sessions of all owners on one replica; other replicas may have the same ones in hand."""
 
@@ -172,8 +180,8 @@ class Sessions:
             for info in found
         ]
 
-    async def delete(self, owner: Owner, name: str) -> None:
-        """Drop a session and what only it refers to.
+    async def delete(self, owner: Owner, name: str) -> EndedHistory:
+        """Drop a session and what only it refers to; returns what nobody can continue any more.
 
         Raises:
             ApiError: 404 there is none; 503 it is not known whether all is gone.
@@ -183,8 +191,26 @@ class Sessions:
         gone = set(head.turns)
         if head.num_shared:
             gone -= await self._named_turns(owner)
+        ended = await self._ended(owner, head, gone)
         for turn in gone:
             await self._access.drop(owner, TURNS, turn)
+        return ended
+
+    async def _ended(self, owner: Owner, head: SessionHead, gone: set[str]) -> EndedHistory:
+        """Return a history of which some turns are about to go; nothing where it cannot be read."""
+        if not gone:
+            return EndedHistory()
+        try:
+            found = await self._access.get_all(owner, TURNS, head.turns)
+            turns = [messages_of(decode(at, head.name), head.name) for at in found if at is not None]
+        except ApiError as error:
+            logger.debug("sessions: the end of one is not told: %s", error)
+            return EndedHistory()
+        if len(turns) < len(head.turns):
+            return EndedHistory()
+        num_kept = next(index for index, turn in enumerate(head.turns) if turn in gone)
+        kept = sum(map(len, turns[:num_kept]))
+        return EndedHistory(tuple(message for turn in turns for message in turn), kept)
 
     @contextlib.contextmanager
     def in_hand(self, owner: Owner, name: str) -> Iterator[None]:

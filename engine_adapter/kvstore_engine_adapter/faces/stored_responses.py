@@ -5,6 +5,7 @@ read in one go, and two responses that go on from the same one share it.
 """
 
 import asyncio
+import logging
 import math
 import re
 import time
@@ -22,8 +23,10 @@ from kvstore_engine_adapter.faces.record_access import (
     encode,
     unavailable,
 )
-from kvstore_engine_adapter.faces.sessions import messages_of
+from kvstore_engine_adapter.faces.sessions import EndedHistory, messages_of
 from kvstore_engine_adapter.tokenizer import ChatMessage
+
+logger = logging.getLogger(__name__)
 
 MAX_ANCESTORS = 4096
 """Responses before one."""
@@ -133,14 +136,33 @@ class StoredResponses:
         if not write.is_stored:
             raise unavailable(write.problem or "the response was not stored")
 
-    async def delete(self, owner: Owner, response_id: str) -> None:
+    async def delete(self, owner: Owner, response_id: str) -> EndedHistory:
         """Drop a response; those that go on from it cannot be gone on from any more.
+
+        Returns the history that ends with it; that of the responses before it is shared.
 
         Raises:
             ApiError: 404 there is none; 503 it is not known.
         """
-        await self.get(owner, response_id)
+        last = await self.get(owner, response_id)
+        ended = await self._ended(owner, last)
         await self._access.drop(owner, RESPONSES, response_id)
+        return ended
+
+    async def _ended(self, owner: Owner, last: StoredResponse) -> EndedHistory:
+        """Return the history up to a response; nothing where it cannot be read as a whole."""
+        try:
+            found = await self._access.get_all(owner, RESPONSES, last.ancestors)
+            before = [_read(decode(at, "a response"), "a response") for at in found if at is not None]
+        except ApiError as error:
+            logger.debug("responses: the end of one is not told: %s", error)
+            return EndedHistory()
+        if len(before) < len(last.ancestors):
+            return EndedHistory()
+        instructions = last.response.get("instructions")
+        system = [ChatMessage("system", instructions)] if isinstance(instructions, str) else []
+        shared = [*system, *(message for turn in before for message in turn.messages)]
+        return EndedHistory((*shared, *last.messages), len(shared))
 
     async def _make_room(self, owner: Owner, more_bytes: int, *, keeping: frozenset[str]) -> None:
         if await self._access.has_room(owner, more_bytes):

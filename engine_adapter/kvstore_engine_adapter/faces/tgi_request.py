@@ -4,11 +4,12 @@ import dataclasses
 from dataclasses import dataclass
 
 from kvstore_engine_adapter.faces.fields import Fields, json_object
-from kvstore_engine_adapter.faces.parameters import TGI, TGI_PARAMETERS
+from kvstore_engine_adapter.faces.parameters import HINTS, TGI, TGI_PARAMETERS
 from kvstore_engine_adapter.faces.sampling_fields import (
     MAX_STOPS,
     AnswerPlan,
     checked_sampling,
+    read_hints,
     read_max_tokens,
 )
 from kvstore_engine_adapter.sampling import SamplingParams
@@ -50,6 +51,7 @@ def parse_tgi_request(body: bytes) -> TgiRequest:
             max_tokens=read_max_tokens(parameters, "max_new_tokens", default=_DEFAULT_MAX_TOKENS),
             stops=parameters.texts("stop", most=MAX_STOPS),
             logprobs=top,
+            hints=read_hints(fields.nested("kvstore", HINTS)),
         ),
         is_streaming=fields.boolean("stream"),
         truncate_tokens=read_max_tokens(parameters, "truncate"),

@@ -18,9 +18,10 @@ import torch
 from kvstore.errors import KVStoreError, ProtocolMismatch
 from kvstore_engine_adapter.attention import PageOps
 from kvstore_engine_adapter.device_pages import AttentionBackend, kernels_for, ops_on
+from kvstore_engine_adapter.kv_dtype import TORCH_DTYPES, KVCacheDtype
 from kvstore_engine_adapter.llama import LlamaModel
 from kvstore_engine_adapter.model import LoadedModel, load_model
-from kvstore_engine_adapter.page_pool import TORCH_DTYPES, PagePool
+from kvstore_engine_adapter.page_pool import PagePool
 from kvstore_engine_adapter.paged_engine import layout_of
 from kvstore_engine_adapter.shard import Shard
 from kvstore_engine_adapter.tensor_parallel import messages
@@ -107,7 +108,7 @@ class Follower:
             raise ProtocolMismatch("ranks: Open before Load")
         self._opened = await asyncio.to_thread(_Opened.make, model, message, self._threads)
         if message.store:
-            layout = layout_of(model, message.block_tokens)
+            layout = layout_of(model, message.block_tokens, KVCacheDtype(message.kv_cache_dtype))
             self._opened.store = PartStore(message.store, self._opened.pool, model.shard.part_of(layout))
             await self._opened.store.open()
         return messages.Done()
@@ -148,11 +149,12 @@ class _Opened:
         torch.set_num_threads(threads)
         device = model.weights.embedding.device
         config = model.shard.config_of(model.config)
-        layout = model.shard.pages_of(layout_of(model, message.block_tokens))
+        kept_as, computes_in = KVCacheDtype(message.kv_cache_dtype), model.weights.embedding.dtype
+        layout = model.shard.pages_of(layout_of(model, message.block_tokens, kept_as))
         folder = Path(message.compiled_folder) if message.compiled_folder else None
         backend = AttentionBackend(message.attention_backend)
-        kernels = kernels_for(layout, device, backend, folder)
-        pool = PagePool(layout, message.num_pages, device, kernels=kernels)
+        kernels = kernels_for(layout, device, backend, folder, computes_in=computes_in)
+        pool = PagePool(layout, message.num_pages, device, kernels=kernels, computes_in=computes_in)
         collective = Collective.join(
             Path(message.rendezvous), model.shard, device, patience_s=message.patience_s
         )

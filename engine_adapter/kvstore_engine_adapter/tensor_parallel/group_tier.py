@@ -14,18 +14,22 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvstore.keys import BlockKey, Namespace
+from kvstore.hints import Hints
+from kvstore.keys import BlockKey, Namespace, PrefixChain
+from kvstore.layout import Part
 from kvstore.miss import MissReason
 from kvstore.outlasting import outlast
 from kvstore.tier import (
     BlockHeader,
     BlockId,
+    HintedTier,
     Medium,
     Probe,
     ReadOutcome,
     ReadRequest,
     ReadStatus,
     Slot,
+    SummingTier,
     Tier,
     TierHealth,
     WriteRequest,
@@ -124,6 +128,11 @@ class GroupTier:
     def is_shared(self) -> bool:
         """Others change its content."""
         return self._tier.is_shared
+
+    @property
+    def sums_payloads(self) -> bool:
+        """Whether rank 0's tier does; the followers sum their own parts."""
+        return isinstance(self._tier, SummingTier) and self._tier.sums_payloads
 
     @property
     def capacity_bytes(self) -> int:
@@ -245,6 +254,17 @@ class GroupTier:
     async def touch(self, blocks: Sequence[BlockId]) -> None:
         """Note a use of rank 0's parts; the store notes its own uses."""
         await self._tier.touch(blocks)
+
+    async def note_hints(self, chain: PrefixChain, hints: Hints, *, part: Part | None = None) -> bool:
+        """Say more of the future of blocks, of every rank's part; rank 0's tier tells the one store."""
+        if part is None or not isinstance(self._tier, HintedTier):
+            return False
+        width = part.head_stop - part.head_start
+        for first in range(0, width * self._group.size, width):
+            of_rank = part._replace(head_start=first, head_stop=first + width)
+            if not await self._tier.note_hints(chain, hints, part=of_rank):
+                return False
+        return True
 
     def has_room(self, length_bytes: int, count: int = 1) -> bool:
         """Return whether rank 0's tier has room; parts are equally large."""

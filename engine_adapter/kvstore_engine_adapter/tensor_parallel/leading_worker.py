@@ -11,6 +11,7 @@ from kvstore.tier import Slot
 from kvstore_engine_adapter.attention import PageOps, Segment
 from kvstore_engine_adapter.device_pages import AttentionBackend
 from kvstore_engine_adapter.exact_rows import candidate_row_counts
+from kvstore_engine_adapter.kv_dtype import KVCacheDtype
 from kvstore_engine_adapter.llama import LlamaModel
 from kvstore_engine_adapter.load_policy import PrefillSpeed
 from kvstore_engine_adapter.page_pool import PagePool
@@ -47,7 +48,12 @@ class LeadingWorker(ForwardWorker):
         self._sums = sums
 
     async def meet(
-        self, *, block_tokens: int, compiled_folder: Path | None, attention_backend: AttentionBackend
+        self,
+        *,
+        block_tokens: int,
+        compiled_folder: Path | None,
+        attention_backend: AttentionBackend,
+        kv_cache_dtype: KVCacheDtype,
     ) -> None:
         """Have the followers get their pages, and join them.
 
@@ -64,6 +70,7 @@ class LeadingWorker(ForwardWorker):
             "" if compiled_folder is None else str(compiled_folder),
             group.store or "",
             attention_backend.value,
+            kv_cache_dtype.value,
         )
 
         def join() -> Collective:

@@ -46,6 +46,7 @@ class Open(Message):
     compiled_folder: str
     store: str
     attention_backend: str
+    kv_cache_dtype: str
 
 
 @dataclass(frozen=True, slots=True)

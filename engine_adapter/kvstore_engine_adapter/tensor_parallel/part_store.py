@@ -1,10 +1,8 @@
 """PartStore: a follower's client of the store, for its part of each block."""
 
-import asyncio
 import time
 from collections.abc import Callable
 
-from kvstore.checksum import checksum
 from kvstore.errors import ProtocolMismatch
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest
 from kvstore.layout import KVLayout, Part
@@ -105,7 +103,6 @@ class PartStore:
         deadline_s = self._clock() + message.patience_s
         slots = [Slot(slot) for slot in message.slots]
         async with self._pages.reading(slots, self._page_bytes) as buffers:
-            sums = await asyncio.to_thread(lambda: [checksum(buffer) for buffer in buffers])
             requests = [
                 WriteRequest(
                     BlockHeader(
@@ -114,12 +111,13 @@ class PartStore:
                         depth,
                         self._layout(block.namespace).fingerprint,
                         self._page_bytes,
-                        payload_sum,
+                        checksum=0,
                     ),
                     buffer,
+                    is_summed=False,  # the tier sums what it copies
                 )
-                for block, parent, depth, payload_sum, buffer in zip(
-                    self._blocks(message), message.parents, message.depths, sums, buffers, strict=True
+                for block, parent, depth, buffer in zip(
+                    self._blocks(message), message.parents, message.depths, buffers, strict=True
                 )
             ]
             statuses = await self._tier.write(requests, deadline_s=deadline_s)

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from kvstore.errors import InvalidConfig
+from kvstore_engine_adapter.kv_dtype import TORCH_DTYPES
 from kvstore_engine_adapter.model import LoadedModel, load_model
-from kvstore_engine_adapter.page_pool import TORCH_DTYPES
 from kvstore_engine_adapter.tensor_parallel import messages
 from kvstore_engine_adapter.tensor_parallel.rank_group import DEFAULT_PATIENCE_S, RankGroup, RankLost
 

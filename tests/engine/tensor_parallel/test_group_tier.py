@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvstore.async_client import AsyncKVStore
+from kvstore.hints import Hints
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout, Part
 from kvstore.manager import BlockManager
@@ -34,6 +35,7 @@ class OneFollower:
 
     def __init__(self, store):
         self.store = store
+        self.size = len(PARTS)
         self.is_lost = False
         self.spoil = None
         self.may_answer_reads = asyncio.Event()
@@ -138,8 +140,8 @@ async def test_a_reader_of_whole_blocks_finds_none_of_the_parts(store):
         client = await AsyncKVStore.connect(str(store.socket_path))
         async with client:
             await client.open_namespace(SPACE)
-            assert (await client.match(CHAIN)).blocks == 0
-            assert (await client.match(CHAIN, part=PARTS[1])).blocks == BLOCKS
+            assert (await client.match(CHAIN, timeout_s=30)).blocks == 0
+            assert (await client.match(CHAIN, part=PARTS[1], timeout_s=30)).blocks == BLOCKS
 
 
 async def test_a_load_that_fails_on_one_rank_fails_on_all(store):
@@ -202,3 +204,11 @@ async def test_a_buffer_is_known_for_as_long_as_it_is_lent():
         assert lent.slot_of(page) == 5
     with pytest.raises(KeyError):
         lent.slot_of(page)
+
+
+async def test_hints_reach_the_store_for_every_part(store):
+    async with replica(store) as first:
+        await first.compute()
+        first.manager.note_hints(CHAIN, Hints(ends_session=True), part=PARTS[0])
+    async with await AsyncKVStore.connect(store.socket_path) as client:
+        assert (await client.stats())["hinted_requests"] == len(PARTS)
