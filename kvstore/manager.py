@@ -27,7 +27,8 @@ from kvstore.mover import Mover
 from kvstore.occupancy import occupancy_stats
 from kvstore.policy import EvictionPolicy, GittinsPolicy, NewPolicy
 from kvstore.policy_file import PolicyFile
-from kvstore.policy_keeping import PolicyKeeper
+from kvstore.policy_keeping import PolicyKeeper, policies_of
+from kvstore.policy_plan import PolicyPlan
 from kvstore.presence import find_present
 from kvstore.putting import Putter
 from kvstore.recency import Uses
@@ -77,7 +78,7 @@ class BlockManager:
         lower: Sequence[Tier],
         *,
         settings: ManagerSettings | None = None,
-        new_policy: NewPolicy = GittinsPolicy,
+        new_policy: NewPolicy | PolicyPlan = GittinsPolicy,
         epoch_file: EpochFile | None = None,
         policy_file: PolicyFile | None = None,
         encryption: Encryption | None = None,
@@ -91,7 +92,7 @@ class BlockManager:
         self._state = State(
             top=top,
             lower=tuple(lower),
-            policies={tier.name: new_policy(tier.capacity_bytes) for tier in certain},
+            policies=policies_of(certain, new_policy),
             settings=settings or ManagerSettings(),
             clock=clock,
             directory=Directory([tier.name for tier in certain]),
@@ -543,15 +544,15 @@ class BlockManager:
             if about is not None:
                 yield from (CopyChange(True, tier, *about) for tier in entry.residency())
 
-    def change_policy(self, name: str) -> str:
-        """Give every tier another policy, and return the name of the one before; blocks and leases stay.
+    def change_policy(self, text: str) -> str:
+        """Give tiers or namespaces other policies (``PolicyPlan``); returns the text of the plan before.
 
-        Until the store ends: its configuration names the policy of the next start.
+        Blocks and leases stay. Until the store ends: its configuration says what holds at the next start.
 
         Raises:
-            InvalidRequest: no policy has that name.
+            InvalidRequest: it is no plan, or names a tier that has no policy.
         """
-        return self._policies.change(name)
+        return self._policies.change(text)
 
     def policy_of(self, tier: str) -> EvictionPolicy:
         """Return the policy of one tier."""

@@ -83,8 +83,7 @@ class Stages:
             redis_url=redis.url if redis is not None else "",
             is_troubled=fault.is_troubled,
             master_keys=master_keys,
-            # New blocks must be admitted and push old ones down: the kinds ask for them where they then are.
-            policy="lru",
+            policy=_POLICIES[self._num_made % len(_POLICIES)],
         )
         stage = Stage(folder, settings, ledger, rng=random.Random(), redis=redis)  # noqa: S311 (a schedule)
         if redis is not None:
