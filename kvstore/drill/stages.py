@@ -12,6 +12,9 @@ from kvstore.drill.redis_server import RedisServer, redis_obstacle
 from kvstore.drill.stage import Stage
 from kvstore.drill.store_process import StoreSettings
 
+_POLICIES = ("gittins", "lru", "lru, ssd=gittins")
+"""Stages have them in turn. No kind of fault may count on which blocks stay."""
+
 
 class Stages:
     """Owner of the stage in use. A context that ends its parts."""
