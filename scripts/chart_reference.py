@@ -41,6 +41,7 @@ _TYPES: dict[Kind, dict[str, Any]] = {
     Kind.RATE: {"type": "number"},
     Kind.FLAG: {"type": "boolean"},
     Kind.NAME: {"type": "string", "minLength": 1},
+    Kind.POLICIES: {"type": ["string", "array"], "items": {"type": "string"}, "minItems": 1},
     Kind.NAMES: {"type": "array", "items": {"type": "string", "minLength": 1}},
 }
 
