@@ -86,7 +86,7 @@ class Stages:
             redis_url=redis.url if redis is not None else "",
             is_troubled=fault.is_troubled,
             master_keys=master_keys,
-            policy=_POLICIES[self._num_made % len(_POLICIES)],
+            policy=_POLICIES[(self._num_made - 1) % len(_POLICIES)],
         )
         stage = Stage(folder, settings, ledger, rng=random.Random(), redis=redis)  # noqa: S311 (a schedule)
         if redis is not None:
