@@ -545,9 +545,7 @@ class BlockManager:
                 yield from (CopyChange(True, tier, *about) for tier in entry.residency())
 
     def change_policy(self, text: str) -> str:
-        """Give tiers or namespaces other policies (``PolicyPlan``); returns the text of the plan before.
-
-        Blocks and leases stay. Until the store ends: its configuration says what holds at the next start.
+        """Change policies as a plan's text says; returns the one before. Blocks and leases stay.
 
         Raises:
             InvalidRequest: it is no plan, or names a tier that has no policy.
