@@ -15,8 +15,8 @@ from kvstore.epoch_file import EpochFile
 from kvstore.erasing import Encryption
 from kvstore.errors import InvalidConfig
 from kvstore.manager import BlockManager
-from kvstore.policy import policy_named
 from kvstore.policy_file import PolicyFile
+from kvstore.policy_plan import PolicyPlan
 from kvstore.record_store import RecordStore
 from kvstore.record_truth import LocalTruth, RecordTruth
 from kvstore.size_curve import SizeCurve
@@ -88,12 +88,11 @@ def assemble(
         pin_budget_ratio=config.store.pin_budget_ratio,
         prefill_tokens_per_s=prefill_tokens_per_s,
     )
-    new_policy = policy_named(config.store.policy)
     manager = BlockManager(
         dram,
         lower,
         settings=settings,
-        new_policy=new_policy,
+        new_policy=PolicyPlan.parse(config.store.policy),
         epoch_file=EpochFile([folder / "epochs" for folder in folders]) if folders else None,
         policy_file=PolicyFile(folders[0] / "policies") if folders else None,
         encryption=encryption,

@@ -350,16 +350,18 @@ class AsyncKVStore(AsyncRecordMethods):
         """
         return await self._run(self._calls.why(chain, part=part, timeout_s=timeout_s))
 
-    async def change_policy(self, name: str, *, timeout_s: float | None = None) -> str:
-        """Give every tier of the server another policy, and return the one before. Blocks and leases stay.
+    async def change_policy(self, policy: str, *, timeout_s: float | None = None) -> str:
+        """Give the server's tiers another policy, and return what held before. Blocks and leases stay.
 
-        Until the server ends: its configuration names the policy of its next start.
+        ``policy`` is a name, for every tier and namespace, or ``PLACE=NAME``, or several of these with
+        commas between: a place is a tier, a namespace's digest in hex, or ``DIGEST@TIER``. Until the server
+        ends: its configuration says what holds at its next start.
 
         Raises:
-            InvalidRequest: no policy has that name.
+            InvalidRequest: no policy has that name, or no place is so called.
             ServerUnavailable: no server answers in time.
         """
-        return await self._run(self._calls.change_policy(name, timeout_s=timeout_s))
+        return await self._run(self._calls.change_policy(policy, timeout_s=timeout_s))
 
     async def advance_epoch(self, model: str, *, timeout_s: float | None = None) -> int:
         """Make every block stored for a model so far unreachable, on all nodes; returns the new epoch.

@@ -227,9 +227,9 @@ def why_plan(session: Session, chain: PrefixChain, part: Part | None) -> Plan[li
         raise ProtocolMismatch("answer: a block's report is malformed") from error
 
 
-def change_policy_plan(name: str) -> Plan[str]:
-    """Give every tier another policy."""
-    answer = yield from ask_for(ChangePolicy(name), Report)
+def change_policy_plan(text: str) -> Plan[str]:
+    """Give tiers or namespaces other policies."""
+    answer = yield from ask_for(ChangePolicy(text), Report)
     told = _load_json(answer.json)
     before = told.get("before") if isinstance(told, dict) else None
     if not isinstance(before, str):

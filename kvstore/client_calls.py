@@ -441,10 +441,10 @@ class ClientCalls:
         self._state.length_bytes(chain, part)
         return self._control(lambda session: calls.why_plan(session, chain, part), timeout_s, chain.namespace)
 
-    def change_policy(self, name: str, *, timeout_s: float | None) -> Call[str]:
-        """Give every tier another policy."""
+    def change_policy(self, text: str, *, timeout_s: float | None) -> Call[str]:
+        """Give tiers or namespaces other policies."""
         self._refuse_if_read_only()
-        return self._control(lambda _: calls.change_policy_plan(name), timeout_s)
+        return self._control(lambda _: calls.change_policy_plan(text), timeout_s)
 
     def advance_epoch(self, model: str, *, timeout_s: float | None) -> Call[int]:
         """End the present epoch of a model."""

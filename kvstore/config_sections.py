@@ -177,19 +177,7 @@ class StoreConfig:
         "gittins",
         Rule(
             "Which blocks are evicted first, and which are not even stored: docs/policies.md.",
-            Kind.CHOICE,
-            choices=(
-                "fifo",
-                "lru",
-                "lru-2",
-                "slru",
-                "arc",
-                "s3-fifo",
-                "sieve",
-                "w-tinylfu",
-                "lfu",
-                "gittins",
-            ),
+            Kind.POLICIES,
         ),
     )
     records_bytes: int = _key(

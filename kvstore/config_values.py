@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
+from kvstore.errors import InvalidConfig
+from kvstore.policy_plan import PLAN_EXPECTED, PolicyPlan
 from kvstore.secret_source import EXPECTED as SECRET_EXPECTED
 from kvstore.secret_source import SecretSource
 
@@ -49,6 +51,7 @@ class Kind(enum.Enum):
     RATE = "per second"
     FLAG = "true or false"
     CHOICE = "choice"
+    POLICIES = "policy, or several by place"
     NAME = "text"
     NAMES = "list of texts"
     FOLDER = "path"
@@ -178,6 +181,17 @@ def _read_choice(rule: Rule, raw: object) -> str:
     return raw
 
 
+def _read_policies(rule: Rule, raw: object) -> str:
+    """Read a plan's text, or a list of such; the rules that a text has twice stand once."""
+    items = raw if isinstance(raw, list | tuple) else [raw]
+    if not items or not all(isinstance(item, str) for item in items):
+        raise BadValue(f"is {_shown(raw)}")
+    try:
+        return str(PolicyPlan.parse(", ".join(map(str, items))))
+    except InvalidConfig as error:
+        raise BadValue(f"is {_shown(raw)}: {error}") from None
+
+
 def _read_name(rule: Rule, raw: object) -> str:
     if not isinstance(raw, str) or not raw or not raw.isprintable():
         raise BadValue(f"is {_shown(raw)}")
@@ -297,6 +311,7 @@ _READERS = {
     Kind.RATE: _read_number,
     Kind.FLAG: _read_flag,
     Kind.CHOICE: _read_choice,
+    Kind.POLICIES: _read_policies,
     Kind.NAME: _read_name,
     Kind.NAMES: _read_names,
     Kind.FOLDER: _read_folder,
@@ -308,6 +323,7 @@ _READERS = {
 }
 _EXPECTED = {
     Kind.FLAG: "true or false",
+    Kind.POLICIES: PLAN_EXPECTED,
     Kind.NAME: f"printable text of 1 to {_TEXT_MAX_BYTES} bytes",
     Kind.NAMES: f"a list of at most {_LIST_MAX} printable texts",
     Kind.FOLDER: "an absolute path",

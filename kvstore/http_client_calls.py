@@ -298,10 +298,10 @@ class HttpClientCalls(ClientCalls):
         chain = chain[:_MAX_WHY_BLOCKS]
         return self._control_about(chain, part, "/v1/why", http_calls.read_reports, timeout_s)
 
-    def change_policy(self, name: str, *, timeout_s: float | None) -> HttpCall[str]:
-        """Give every tier another policy."""
+    def change_policy(self, text: str, *, timeout_s: float | None) -> HttpCall[str]:
+        """Give tiers or namespaces other policies."""
         self._refuse_if_read_only()
-        request = HttpRequest.of_json("POST", "/v1/admin/policy", {"policy": name})
+        request = HttpRequest.of_json("POST", "/v1/admin/policy", {"policy": text})
         return self._whole(request, http_calls.read_text("before"), timeout_s)
 
     def advance_epoch(self, model: str, *, timeout_s: float | None) -> HttpCall[int]:

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from kvstore.branches import Branches
 from kvstore.changes import CopyChange, CopyChanges
@@ -29,7 +30,8 @@ from kvstore.mover import Mover
 from kvstore.occupancy import occupancy_stats
 from kvstore.policy import EvictionPolicy, GittinsPolicy, NewPolicy
 from kvstore.policy_file import PolicyFile
-from kvstore.policy_keeping import PolicyKeeper
+from kvstore.policy_keeping import PolicyKeeper, policies_of
+from kvstore.policy_plan import PolicyPlan
 from kvstore.presence import find_present
 from kvstore.putting import Putter
 from kvstore.recency import Uses
@@ -79,7 +81,7 @@ class BlockManager:
         lower: Sequence[Tier],
         *,
         settings: ManagerSettings | None = None,
-        new_policy: NewPolicy = GittinsPolicy,
+        new_policy: NewPolicy | PolicyPlan = GittinsPolicy,
         epoch_file: EpochFile | None = None,
         policy_file: PolicyFile | None = None,
         encryption: Encryption | None = None,
@@ -88,7 +90,8 @@ class BlockManager:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         given = settings or ManagerSettings()
-        self._state = State.over(top, lower, settings=given, new_policy=new_policy, clock=clock)
+        new_policies = partial(policies_of, plan=new_policy)
+        self._state = State.over(top, lower, settings=given, new_policies=new_policies, clock=clock)
         self._state.branches = branches
         if new_size_curve is not None:
             self._state.size_curve = new_size_curve(largest_size_bytes(self._state))
@@ -537,15 +540,13 @@ class BlockManager:
             if about is not None:
                 yield from (CopyChange(True, tier, *about) for tier in entry.residency())
 
-    def change_policy(self, name: str) -> str:
-        """Give every tier another policy, and return the name of the one before; blocks and leases stay.
-
-        Until the store ends: its configuration names the policy of the next start.
+    def change_policy(self, text: str) -> str:
+        """Change policies as a plan's text says; returns the one before. Blocks and leases stay.
 
         Raises:
-            InvalidRequest: no policy has that name.
+            InvalidRequest: it is no plan, or names a tier that has no policy.
         """
-        return self._policies.change(name)
+        return self._policies.change(text)
 
     def policy_of(self, tier: str) -> EvictionPolicy:
         """Return the policy of one tier."""

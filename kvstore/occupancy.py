@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from kvstore.policy import policy_name
+from kvstore.policy import NamespacePolicies, policy_name
+from kvstore.policy_keeping import plan_in_force
 from kvstore.state import State
 from kvstore.tier import CountingTier
 
@@ -14,7 +15,7 @@ def occupancy_stats(state: State, queue_lengths: Mapping[str, int]) -> dict[str,
         "live_leases": state.leases.num_leases,
         "overdue_slots": state.leases.num_overdue,
         "owners": state.leases.num_owners,
-        "policy": policy_name(state.policies[state.top.name]),
+        "policy": str(plan_in_force(state.policies, state.top.name)),
         "epochs": state.directory.epochs(),
     }
 
@@ -29,7 +30,12 @@ def occupancies(state: State, queue_lengths: Mapping[str, int]) -> dict[str, dic
             "used_bytes": tier.used_bytes,
         }
         if tier.name in state.policies:
-            found[tier.name]["blocks"] = len(state.policies[tier.name])
+            policy = state.policies[tier.name]
+            found[tier.name] |= {"blocks": len(policy), "policy": policy_name(policy)}
+            if isinstance(policy, NamespacePolicies):
+                found[tier.name]["namespace_policies"] = {
+                    digest.hex(): policy_name(own) for digest, own in policy.own.items()
+                }
     for lower in state.lower:
         health = lower.health()
         found[lower.name] |= {

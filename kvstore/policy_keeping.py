@@ -8,15 +8,16 @@ PATIENCE_S. What cannot be trusted is ignored, with one line in the log.
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from kvstore.errors import CorruptBlock, InvalidConfig, InvalidRequest
 from kvstore.garbage import garbage_collection_paused
-from kvstore.policy import EvictionPolicy, policy_name, policy_named
+from kvstore.policy import EvictionPolicy, NamespacePolicies, NewPolicy, policy_name, policy_named
 from kvstore.policy_file import Learned, PolicyFile
+from kvstore.policy_plan import EVERYWHERE, Place, PolicyPlan
 from kvstore.state import State
-from kvstore.tier import StorageKey
+from kvstore.tier import SlotTier, StorageKey, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,45 @@ KEEP_S = 300.0
 
 PATIENCE_S = 2.0
 """How long a start or an end waits for the disk."""
+
+
+def policies_of(tiers: Sequence[SlotTier | Tier], plan: NewPolicy | PolicyPlan) -> dict[str, EvictionPolicy]:
+    """Return fresh policies by tier: as planned, or of one kind for all.
+
+    Raises:
+        InvalidRequest: the plan names a tier that is none of these.
+    """
+    if not isinstance(plan, PolicyPlan):
+        return {tier.name: plan(tier.capacity_bytes) for tier in tiers}
+    unknown = plan.tiers() - {tier.name for tier in tiers}
+    if unknown:
+        known = ", ".join(tier.name for tier in tiers)
+        raise InvalidRequest(f"policy: no tier {min(unknown)!r} that has one, expected one of {known}")
+    return {tier.name: _planned(plan, tier) for tier in tiers}
+
+
+def _planned(plan: PolicyPlan, tier: SlotTier | Tier) -> EvictionPolicy:
+    capacity_bytes = tier.capacity_bytes
+    rest = policy_named(plan.of_tier(tier.name))(capacity_bytes)
+    own = plan.own_of(tier.name)
+    if not own:
+        return rest
+    return NamespacePolicies(rest, {digest: policy_named(own[digest])(capacity_bytes) for digest in own})
+
+
+def plan_in_force(policies: Mapping[str, EvictionPolicy], top: str) -> PolicyPlan:
+    """Return the plan that policies by tier come from, of which that of the top tier holds everywhere."""
+    rules: dict[Place, str] = {EVERYWHERE: policy_name(policies[top])}
+    for tier, policy in policies.items():
+        if policy_name(policy) != rules[EVERYWHERE]:
+            rules[tier, None] = policy_name(policy)
+    shared = [p.own if isinstance(p, NamespacePolicies) else {} for p in policies.values()]
+    for tier, own in zip(policies, shared, strict=True):
+        for digest, policy in own.items():
+            name = policy_name(policy)
+            is_same = all(digest in others and policy_name(others[digest]) == name for others in shared)
+            rules[None if is_same else tier, digest] = name
+    return PolicyPlan(rules)
 
 
 def adopt(state: State, policy: EvictionPolicy, tier: str, names: Sequence[StorageKey]) -> None:
@@ -76,30 +116,39 @@ class PolicyKeeper:
         except ValueError as error:
             logger.warning("%s: policy statistics are doubtful: not taken over: %s", tier, error)
 
-    def change(self, name: str) -> str:
-        """Give every tier another policy, which orders the blocks that are stored; returns the one before.
+    def change(self, text: str) -> str:
+        """Give tiers or namespaces other policies, as a plan's text says; returns the plan before.
 
-        Leases and blocks are as before. What the policy before learned goes with it, and so do its ghosts.
+        Leases and blocks are as before: the new policies order them. What a policy before learned goes with
+        it, unless its successor is of the same kind, and so do its ghosts. A tier of which the text changes
+        nothing keeps all.
 
         Raises:
-            InvalidRequest: no policy has that name.
+            InvalidRequest: it is no plan, or names a tier that has no policy.
         """
+        state = self._state
+        before = plan_in_force(state.policies, state.top.name)
         try:
-            new_policy = policy_named(name)
+            plan = before.amended(text)
         except InvalidConfig as error:
             raise InvalidRequest(str(error)) from error
+        tiers = [tier for tier in state.all_tiers() if tier.name in state.policies]
+        for tier, policy in policies_of(tiers, plan).items():
+            if plan.of_tier(tier) == before.of_tier(tier) and plan.own_of(tier) == before.own_of(tier):
+                continue
+            self._succeed(tier, policy)
+        logger.info("policy: %s from now on, %s before", plan, before)
+        return str(before)
+
+    def _succeed(self, tier: str, policy: EvictionPolicy) -> None:
+        """Have a policy of a tier take over from the one there."""
         state = self._state
-        before = policy_name(state.policies[state.top.name])
-        changed: dict[str, EvictionPolicy] = {}
+        old = state.policies[tier]
+        if policy_name(old) == policy_name(policy) and (learned := old.to_state()):
+            policy.from_state(learned)
         with garbage_collection_paused():
-            for tier in state.all_tiers():
-                old = state.policies.get(tier.name)
-                if old is not None:
-                    changed[tier.name] = new_policy(tier.capacity_bytes)
-                    adopt(state, changed[tier.name], tier.name, _in_order(state, old, tier.name))
-        state.policies.update(changed)
-        logger.info("policy: %s from now on, %s before", policy_name(changed[state.top.name]), before)
-        return before
+            adopt(state, policy, tier, _in_order(state, old, tier))
+        state.policies[tier] = policy
 
     async def keep_forever(self) -> None:
         """Write now and then, until cancelled."""

@@ -100,8 +100,11 @@ class Putter:
             hint,
         )
         if missing:
-            for policy in self._state.policies.values():
-                policy.offer(offer, now_s=self._state.clock())
+            now_s = self._state.clock()
+            for tier, policy in self._state.policies.items():
+                policy.offer(offer, now_s=now_s)
+                if tier != self._state.top.name:
+                    policy.refuse(offer, now_s=now_s)  # it comes there from above, if at all
         return offer
 
     def _share_left(self, owner: Owner, shelf: Shelf) -> int:

@@ -25,6 +25,7 @@ from kvstore.message_fields import (
     integer,
     text,
 )
+from kvstore.policy_plan import MAX_PLAN_CHARS
 from kvstore.tenant import TenantId
 from kvstore.wire import MAX_KEYS
 
@@ -436,20 +437,20 @@ class NoteHints:
 
 @dataclass(frozen=True, slots=True)
 class ChangePolicy:
-    """Give every tier another policy; blocks stay."""
+    """Give tiers or namespaces other policies, as the text of a plan says; blocks stay."""
 
     KIND: ClassVar[int] = 33
-    name: str
+    plan: str
 
     def to_wire(self) -> Values:
-        """Return the policy's name."""
-        return (self.name,)
+        """Return the plan's text."""
+        return (self.plan,)
 
     @classmethod
     def from_wire(cls, values: Values) -> Self:
         """Return the checked request."""
         count_fields(values, 1, "change_policy")
-        return cls(text(values[0], "policy", limit=64))
+        return cls(text(values[0], "policy", limit=MAX_PLAN_CHARS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -449,8 +449,8 @@ class Connection(asyncio.BufferedProtocol):
                     about.chain[:_MAX_WHY_BLOCKS], part=about.part, timeout_s=timeout_us / 1e6
                 )
                 return Report(json.dumps([report.as_dict() for report in reports]).encode())
-            case ChangePolicy(name):
-                before = self._manager.change_policy(name)
+            case ChangePolicy(plan):
+                before = self._manager.change_policy(plan)
                 return Report(json.dumps({"before": before}).encode())
             case AdvanceEpoch(model):
                 return Count(await self._manager.advance_epoch(model))

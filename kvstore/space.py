@@ -7,14 +7,14 @@ leave. Children leave before parents, and nothing that is leased or held leaves 
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvstore.directory import BlockEntry, CopyState, Shelf
 from kvstore.keys import NamespaceDigest
 from kvstore.miss import MissReason
-from kvstore.policy import Offer
+from kvstore.policy import NamespacePolicies, Offer
 from kvstore.state import State, WriteMode
 from kvstore.tier import ALIGNMENT_BYTES, StorageKey, Tier
 
@@ -64,7 +64,7 @@ def plan_departures(
     planned_children: dict[BlockEntry, int] = {}
     passed_over: set[BlockEntry] = set()
     planned_bytes = 0
-    for name in state.policies[tier].candidates(now_s=state.clock(), offer=offer):
+    for name in _candidates(state, tier, only, offer):
         if name in offered and offer is not None:
             num_refused += 1
             planned_bytes += offer.size_bytes
@@ -91,6 +91,15 @@ def plan_departures(
         if planned >= wanted_blocks or planned_bytes >= enough_bytes:
             break
     return Departures(tuple(leaving), tuple(demoting), num_refused)
+
+
+def _candidates(
+    state: State, tier: str, only: NamespaceDigest | None, offer: Offer | None
+) -> Iterator[StorageKey]:
+    policy = state.policies[tier]
+    if only is not None and offer is None and isinstance(policy, NamespacePolicies):
+        return policy.candidates_of(only, now_s=state.clock())
+    return policy.candidates(now_s=state.clock(), offer=offer)
 
 
 def _counting_parent(entry: BlockEntry, tier: str) -> BlockEntry | None:
@@ -162,8 +171,18 @@ class Space:
     async def make_room_for(self, offer: Offer, *, deadline_s: float, by: NamespaceDigest) -> int:
         """Make room in the top tier for blocks that compete with those stored; returns how many may come.
 
-        The others, the last ones, are worth least. No more leave than must.
+        The others, the last ones, are worth least. No more leave than must. What only a tier below finds
+        worth its room comes too: it passes through memory, where it is the first to leave.
         """
+        count = await self._make_room_for_best(offer, deadline_s=deadline_s, by=by)
+        wanted = self._worth_below(offer, count)
+        if wanted > count and await self.make_room_on_top(
+            offer.size_bytes, wanted, deadline_s=deadline_s, by=by
+        ):
+            return wanted
+        return count
+
+    async def _make_room_for_best(self, offer: Offer, *, deadline_s: float, by: NamespaceDigest) -> int:
         state, length = self._state, offer.size_bytes
         count = len(offer.blocks)
         while count and not state.top.has_room(length, count):
@@ -200,7 +219,29 @@ class Space:
             enough_bytes=top.used_bytes + size_bytes - high,
             offer=offer,
         )
-        return len(offer.blocks) - plan.num_refused
+        return self._worth_below(offer, len(offer.blocks) - plan.num_refused)
+
+    def _worth_below(self, offer: Offer, worth: int) -> int:
+        """Return how many of an offer, of which ``worth`` are worth room on top, some tier would keep."""
+        state, count = self._state, len(offer.blocks)
+        if worth == count or state.settings.write_mode is WriteMode.SECOND_HIT:
+            return worth
+        parent = offer.blocks[worth - 1] if worth else offer.parent
+        rest = offer._replace(blocks=offer.blocks[worth:], parent=parent, is_use=False)
+        up = [tier for tier in state.lower if tier.health().is_up]
+        return max((count - self._refused_below(tier, rest) for tier in up), default=worth)
+
+    def _refused_below(self, tier: Tier, offer: Offer) -> int:
+        """Return how many of the blocks that come from above are worth less than all that a tier has."""
+        if tier.name not in self._state.policies or tier.has_room(offer.size_bytes, len(offer.blocks)):
+            return 0
+        return plan_departures(
+            self._state,
+            tier.name,
+            wanted_blocks=len(offer.blocks),
+            must_demote=lambda _: False,
+            offer=offer,
+        ).num_refused
 
     @property
     def _may_refuse(self) -> bool:

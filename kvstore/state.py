@@ -16,7 +16,7 @@ from kvstore.keys import NamespaceDigest
 from kvstore.lease import LeaseTable
 from kvstore.miss import MissReason
 from kvstore.pacing import WritePace
-from kvstore.policy import NO_HINT, EvictionPolicy, Hint, NewPolicy
+from kvstore.policy import NO_HINT, EvictionPolicy, Hint
 from kvstore.size_curve import SizeCurve
 from kvstore.tier import BlockId, Slot, SlotTier, StorageKey, Tier
 
@@ -96,10 +96,12 @@ class State:
         lower: Sequence[Tier],
         *,
         settings: ManagerSettings,
-        new_policy: NewPolicy,
+        new_policies: Callable[[Sequence[SlotTier | Tier]], dict[str, EvictionPolicy]],
         clock: Callable[[], float],
     ) -> "State":
         """Return the state of a manager that holds nothing yet.
+
+        ``new_policies`` gives the tiers that name their own victims a policy each, by name.
 
         Raises:
             InvalidRequest: two tiers have one name.
@@ -111,7 +113,7 @@ class State:
         return cls(
             top=top,
             lower=tuple(lower),
-            policies={tier.name: new_policy(tier.capacity_bytes) for tier in certain},
+            policies=new_policies(certain),
             settings=settings,
             clock=clock,
             directory=Directory([tier.name for tier in certain]),

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvstore.config import ConfigKey, config_keys
 from kvstore.config_values import Kind
+from kvstore.policy_plan import POLICY_NAMES
 
 CHART = Path(__file__).resolve().parents[1] / "helm" / "kvstore"
 
@@ -43,6 +44,8 @@ _TYPES: dict[Kind, dict[str, Any]] = {
     Kind.NAME: {"type": "string", "minLength": 1},
     Kind.NAMES: {"type": "array", "items": {"type": "string", "minLength": 1}},
 }
+
+_POLICY = f" *([A-Za-z0-9@_-]+ *= *)?({'|'.join(name.replace('-', '-?') for name in POLICY_NAMES)}) *"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,9 @@ def _rule(key: ConfigKey) -> dict[str, Any]:
     rule = {"description": key.rule.doc}
     if key.rule.kind is Kind.CHOICE:
         return rule | {"enum": list(key.rule.choices)}
+    if key.rule.kind is Kind.POLICIES:
+        plan = {"type": "string", "pattern": f"^{_POLICY}(,{_POLICY})*$"}
+        return rule | {"anyOf": [plan, {"type": "array", "items": plan, "minItems": 1}]}
     if key.rule.kind is Kind.SIZE:
         return _TYPES[Kind.SIZE]
     bounded = dict(_TYPES[key.rule.kind])

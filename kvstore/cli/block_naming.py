@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvstore.client import KVStore
 from kvstore.errors import InvalidRequest, InvalidTokens
-from kvstore.keys import Namespace, PrefixChain
+from kvstore.keys import KEY_BYTES, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import DTYPE_BYTES, KVLayout
 
 _MAX_TOKENS_FILE_BYTES = 256 << 20
@@ -90,6 +90,21 @@ def read_salt(path: str) -> bytes:
     if not salt or len(salt) > MAX_SALT_BYTES:
         raise InvalidRequest(f"{path}: a salt has 1 to {MAX_SALT_BYTES} bytes")
     return salt
+
+
+def read_digest(text: str) -> NamespaceDigest:
+    """Return the digest that an argument ``--namespace`` names.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    try:
+        digest = bytes.fromhex(text)
+    except ValueError:
+        digest = b""
+    if len(digest) != KEY_BYTES:
+        raise InvalidRequest(f"--namespace: expected {2 * KEY_BYTES} hex digits, a namespace's digest")
+    return NamespaceDigest(digest)
 
 
 def opened(client: KVStore, namespace: Namespace, args: argparse.Namespace) -> tuple[Namespace, PrefixChain]:

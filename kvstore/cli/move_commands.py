@@ -4,11 +4,12 @@ import argparse
 import json
 import sys
 
-from kvstore.cli.block_naming import add_naming_arguments, opened, read_blocks
+from kvstore.cli.block_naming import add_naming_arguments, opened, read_blocks, read_digest
 from kvstore.cli.store_address import add_store_arguments, connected
 from kvstore.cli.work_progress import Written, add_quiet_argument, progress_of_store
 from kvstore.errors import ServerUnavailable, TierUnavailable
 from kvstore.policy import POLICIES
+from kvstore.policy_plan import PolicyPlan, plan_text
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -57,20 +58,28 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     policy = subparsers.add_parser(
         "policy",
         help="change the policy of a running store; no block is lost",
-        description="Give every tier of a running store another policy, until it ends. No block is lost, and"
-        " leases stay. Exit status: 0 done, 2 usage, 3 no server.",
+        description="Give a running store another policy, until it ends: everywhere, or in one tier, or for"
+        " one namespace, or both. No block is lost, and leases stay. Exit status: 0 done, 2 usage, 3 no"
+        " server.",
     )
     policy.add_argument("name", metavar="NAME", choices=tuple(POLICIES), help=", ".join(POLICIES))
+    policy.add_argument("--tier", metavar="NAME", help="in this tier only: dram or ssd")
+    policy.add_argument(
+        "--namespace", metavar="DIGEST", help="for the blocks of this namespace only: its digest in hex"
+    )
     add_store_arguments(policy)
     policy.set_defaults(run=run_policy)
 
 
 def run_policy(args: argparse.Namespace) -> int:
-    """Change the policy and print the one before."""
+    """Change the policy and print what holds now and what held before."""
+    namespace = None if args.namespace is None else read_digest(args.namespace)
+    text = plan_text(args.name, tier=args.tier, namespace=namespace)
+    PolicyPlan().amended(text)
     with connected(args) as client:
-        before = client.change_policy(args.name)
-    told = {"policy": args.name, "before": before}
-    print(json.dumps(told) if args.json else f"{args.name}, {before} before")
+        before = client.change_policy(text)
+        now = str(client.stats()["policy"])
+    print(json.dumps({"policy": now, "before": before}) if args.json else f"{now}; {before} before")
     return 0
 
 

@@ -69,7 +69,7 @@ def _add_caching(parser: argparse.ArgumentParser) -> None:
         "--policies",
         metavar="NAMES",
         help=f"policies, separated by commas (default: {_DEFAULT_POLICIES}); there are"
-        f" {', '.join(policy_names())}",
+        f" {', '.join(policy_names())}; with --tiers also one for each tier, fastest first: lru+gittins",
     )
     parser.add_argument(
         "--policy",

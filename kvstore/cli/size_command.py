@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from kvstore.cli.block_naming import read_digest
 from kvstore.cli.store_address import add_store_arguments, connected
 from kvstore.config_values import parse_bytes
 from kvstore.errors import InvalidRequest
-from kvstore.keys import KEY_BYTES, NamespaceDigest
 from kvstore.sizing import MULTIPLES, reach_bytes
 
 _TIERS = ("dram", "ssd")
@@ -42,7 +42,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run_size(args: argparse.Namespace) -> int:
     """Print the estimates; 1 if there are too few samples for one that was asked for."""
     add_bytes = None if args.add is None else _signed_size(args.add)
-    namespace = None if args.namespace is None else _digest(args.namespace)
+    namespace = None if args.namespace is None else read_digest(args.namespace)
     with connected(args) as client:
         told = client.size_curve(namespace)
     if not told.get("is_on"):
@@ -142,13 +142,3 @@ def _text(num_bytes: float) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"
     return f"{num_bytes:.0f} B"
-
-
-def _digest(text: str) -> NamespaceDigest:
-    try:
-        digest = bytes.fromhex(text)
-    except ValueError:
-        digest = b""
-    if len(digest) != KEY_BYTES:
-        raise InvalidRequest(f"--namespace: expected {2 * KEY_BYTES} hex digits, a namespace's digest")
-    return NamespaceDigest(digest)

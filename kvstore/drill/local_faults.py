@@ -22,9 +22,7 @@ class ForkOverLocalStore(Fault):
         if folder.exists():
             shutil.rmtree(folder)
         folder.mkdir()
-        settings = StoreSettings(
-            dram_bytes=2 * MIB, ssd_bytes=16 * MIB, ssd_folder=folder / "ssd", policy="lru"
-        )
+        settings = StoreSettings(dram_bytes=2 * MIB, ssd_bytes=16 * MIB, ssd_folder=folder / "ssd")
         config = folder / "store.toml"
         config.write_text(settings.toml(folder / "kv.sock"), encoding="utf-8")
         order = {"config": str(config), "seed": stage.rng.getrandbits(32)}

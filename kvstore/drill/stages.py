@@ -12,6 +12,9 @@ from kvstore.drill.redis_server import RedisServer, redis_obstacle
 from kvstore.drill.stage import Stage
 from kvstore.drill.store_process import StoreSettings
 
+_POLICIES = ("gittins", "lru", "lru, ssd=gittins")
+"""Stages have them in turn. No kind of fault may count on which blocks stay."""
+
 
 class Stages:
     """Owner of the stage in use. A context that ends its parts."""
@@ -83,8 +86,7 @@ class Stages:
             redis_url=redis.url if redis is not None else "",
             is_troubled=fault.is_troubled,
             master_keys=master_keys,
-            # New blocks must be admitted and push old ones down: the kinds ask for them where they then are.
-            policy="lru",
+            policy=_POLICIES[(self._num_made - 1) % len(_POLICIES)],
         )
         stage = Stage(folder, settings, ledger, rng=random.Random(), redis=redis)  # noqa: S311 (a schedule)
         if redis is not None:

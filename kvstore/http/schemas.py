@@ -8,6 +8,7 @@ from kvstore.http.limits import MAX_KEYS, MAX_TIMEOUT_S
 from kvstore.http.schema import HEX_KEY_PATTERN, Schema
 from kvstore.layout import DTYPE_BYTES, MAX_BLOCK_BYTES
 from kvstore.miss import MissReason
+from kvstore.policy_plan import MAX_PLAN_CHARS
 from kvstore.records import (
     COLLECTION_PATTERN,
     MAX_LISTED_RECORDS,
@@ -250,7 +251,16 @@ FLUSH = _object({"timeout_s": TIMEOUT})
 CHECK = _object(
     {"sample_blocks": _integer(0, 1_000_000, "Blocks whose bytes are read."), "timeout_s": TIMEOUT}
 )
-POLICY = _object({"policy": _text("Name of the policy.", most=64)}, "policy")
+POLICY = _object(
+    {
+        "policy": _text(
+            "Name of a policy, for every tier and namespace, or PLACE=NAME, or several of these with commas"
+            " between: a place is a tier, a namespace's digest, or DIGEST@TIER.",
+            most=MAX_PLAN_CHARS,
+        )
+    },
+    "policy",
+)
 EPOCH = _object({"model": _text("Name of the model.")}, "model")
 ERASE: Schema = {
     **_object(
@@ -425,7 +435,9 @@ FLUSH_ANSWER = _object(
     {"flushed": {"type": "boolean", "description": "Whether all was written in time."}}, "flushed"
 )
 CHECK_ANSWER = _object({"problems": _list({"type": "string"}, most=200)}, "problems")
-POLICY_ANSWER = _object({"before": {"type": "string", "description": "The policy before."}}, "before")
+POLICY_ANSWER = _object(
+    {"before": {"type": "string", "description": "What held before, in the same words."}}, "before"
+)
 EPOCH_ANSWER = _object({"epoch": _count("The new epoch.")}, "epoch")
 ERASE_ANSWER = _object(
     {

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from kvstore.errors import InvalidConfig
+from kvstore.policy.by_namespace import NamespacePolicies
 from kvstore.policy.cache import PolicyCache, Served
 from kvstore.policy.fifo_queues import S3FifoPolicy, SievePolicy
 from kvstore.policy.gittins import GittinsPolicy
@@ -11,6 +12,7 @@ from kvstore.policy.protocol import NO_HINT, EvictionPolicy, Hint, Offer
 from kvstore.policy.ranked import LfuPolicy, Lru2Policy
 from kvstore.policy.segmented import ArcPolicy, SlruPolicy
 from kvstore.policy.tinylfu import WTinyLfuPolicy
+from kvstore.policy_plan import policy_spelled
 
 NewPolicy = Callable[[int], EvictionPolicy]
 """Makes a policy for a tier of so many bytes."""
@@ -36,16 +38,18 @@ def policy_named(name: str) -> NewPolicy:
     Raises:
         InvalidConfig: no policy has that name.
     """
-    plain = {known.replace("-", ""): new_policy for known, new_policy in POLICIES.items()}
-    try:
-        return plain[name.replace("-", "")]
-    except KeyError:
-        raise InvalidConfig(f"policy {name!r} is unknown, expected one of {', '.join(POLICIES)}") from None
+    spelled = policy_spelled(name)
+    if spelled is None:
+        raise InvalidConfig(f"policy {name!r} is unknown, expected one of {', '.join(POLICIES)}")
+    return POLICIES[spelled]
 
 
 def policy_name(policy: EvictionPolicy) -> str:
-    """Return the name a configuration gives to policies of this kind; of one's own its class."""
-    kind = type(policy)
+    """Return the name a configuration gives to policies of this kind; of one's own its class.
+
+    Where namespaces have policies of their own it is that of the others.
+    """
+    kind = type(policy.rest if isinstance(policy, NamespacePolicies) else policy)
     return next((name for name, known in POLICIES.items() if known is kind), kind.__name__)
 
 
@@ -57,6 +61,7 @@ __all__ = [
     "GittinsPolicy",
     "Hint",
     "LruPolicy",
+    "NamespacePolicies",
     "NewPolicy",
     "Offer",
     "PolicyCache",

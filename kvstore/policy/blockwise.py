@@ -4,20 +4,20 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from kvstore.policy.plain import PlainPolicy
 from kvstore.policy.protocol import NO_HINT, Hint, Offer
 from kvstore.tier import StorageKey
 
 _CHUNK_BLOCKS = 32
 
 
-class BlockwisePolicy:
+class BlockwisePolicy(PlainPolicy):
     """Takes the blocks of a chain one by one, the last one first, so that parents are the more recent ones.
 
     ``_sizes`` has the stored blocks with their bytes. Hints are not heeded, and nothing is saved.
     """
 
     is_blockwise = True
-    is_head_first = False
 
     def __init__(self, capacity_bytes: int = 0) -> None:
         self._capacity_bytes = capacity_bytes
@@ -28,12 +28,6 @@ class BlockwisePolicy:
         for block in reversed(blocks):
             if block in self._sizes:
                 self._use(block)
-
-    def note_hint(self, blocks: Sequence[StorageKey], *, now_s: float, hint: Hint) -> None:
-        """Ignore what is said of the future."""
-
-    def offer(self, offer: Offer, *, now_s: float) -> None:
-        """Learn from ghosts that come back."""
 
     def insert(
         self,
@@ -74,22 +68,12 @@ class BlockwisePolicy:
         if size_bytes is not None:
             self._drop(block, size_bytes, is_evicted=True)
 
-    def refuse(self, offer: Offer, *, now_s: float) -> None:
-        """Ignore what was not stored."""
-
     def remove(self, block: StorageKey) -> None:
         """Forget a block and its ghost."""
         size_bytes = self._sizes.pop(block, None)
         if size_bytes is not None:
             self._drop(block, size_bytes, is_evicted=False)
         self._forget_ghost(block)
-
-    def to_state(self) -> dict[str, object]:
-        """Return nothing: what is known is about single blocks."""
-        return {}
-
-    def from_state(self, state: dict[str, object]) -> None:
-        """Ignore what others learned."""
 
     def __contains__(self, block: object) -> bool:
         return block in self._sizes

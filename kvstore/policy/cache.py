@@ -85,7 +85,15 @@ class PolicyCache:
             self.policy.touch(known, now_s=now_s, hint=hint)
         if not missing:
             return Served(0, (), (), ())
-        return Served(0, *self._store(Offer(missing, size_bytes, parent, hint), now_s))
+        return Served(0, *self._store(Offer(missing, size_bytes, parent, hint, is_use=False), now_s))
+
+    def pass_by(self, offer: Offer, *, now_s: float) -> None:
+        """Tell of new blocks that a tier above takes, or refuses."""
+        missing = [block for block in offer.blocks if block not in self._sizes]
+        if missing:
+            offer = offer._replace(blocks=missing)
+            self.policy.offer(offer, now_s=now_s)
+            self.policy.refuse(offer, now_s=now_s)
 
     def touch(self, blocks: Sequence[StorageKey], *, now_s: float, hint: Hint = NO_HINT) -> None:
         """Tell of a use that a tier above has served."""
@@ -120,7 +128,8 @@ class PolicyCache:
         self, offer: Offer, now_s: float
     ) -> tuple[Sequence[StorageKey], list[StorageKey], list[StorageKey]]:
         """Store what the policy finds worth it of an offer; returns what came, left, was refused."""
-        self.policy.offer(offer, now_s=now_s)
+        if offer.is_use:
+            self.policy.offer(offer, now_s=now_s)
         size_bytes = offer.size_bytes
         wanted = list(offer.blocks)
         needed_bytes = len(wanted) * size_bytes + self.used_bytes - self.capacity_bytes
@@ -147,13 +156,18 @@ class PolicyCache:
                 refused.reverse()
         if wanted:
             self.policy.insert(
-                wanted, size_bytes=size_bytes, now_s=now_s, parent=offer.parent, hint=offer.hint
+                wanted,
+                size_bytes=size_bytes,
+                now_s=now_s,
+                parent=offer.parent,
+                hint=offer.hint,
+                is_use=offer.is_use,
             )
             self._sizes.update(dict.fromkeys(wanted, size_bytes))
             self.used_bytes += len(wanted) * size_bytes
         if refused:
             parent = wanted[-1] if wanted else offer.parent
-            self.policy.refuse(Offer(refused, size_bytes, parent, offer.hint), now_s=now_s)
+            self.policy.refuse(offer._replace(blocks=refused, parent=parent), now_s=now_s)
         return wanted, evicted, refused
 
     def _evict(self, blocks: Sequence[StorageKey], now_s: float) -> None:

@@ -63,15 +63,15 @@ class GittinsPolicy:
         self._usual_cost = 0.0
 
     def touch(self, blocks: Sequence[StorageKey], *, now_s: float, hint: Hint = NO_HINT) -> None:
-        """Move the known blocks to cohorts of this use."""
+        """Move the known blocks, and ghosts, to cohorts of this use."""
         self._cohorts.tidy()
-        get, cohorts = self._blocks.get, self._cohorts
+        get, ghosts, cohorts = self._blocks.get, self._ghosts, self._cohorts
         fresh: dict[Lane, Cohort] = {}
         old: Cohort | None = None
         new: Cohort | None = None
         uses = num = 0
         for key in blocks:
-            block = get(key)
+            block = get(key) or ghosts.get(hash(key))
             if block is None:
                 continue
             if block.cohort is not old or block.uses != uses or new is None:
@@ -81,7 +81,7 @@ class GittinsPolicy:
                 new = self._fresh(fresh, self._used_lane(uses + 1, now_s - old.at_s, hint), now_s)
             num += 1
             block.uses = uses + 1
-            if block.children:
+            if block.children or block.key is None:
                 block.cohort = new
             else:
                 cohorts.drop_leaf(block)
@@ -164,7 +164,7 @@ class GittinsPolicy:
         missing = [block for block in blocks if block not in self._blocks] if known else blocks
         if not missing:
             return
-        learned = self._learn(Offer(missing, size_bytes, parent, hint), now_s, is_use=is_use)
+        learned = self._learn(Offer(missing, size_bytes, parent, hint, is_use), now_s)
         new = dict(zip(missing, learned, strict=True))
         previous = None if parent is None else self._blocks.get(parent)
         for key in blocks:
@@ -206,24 +206,26 @@ class GittinsPolicy:
 
     def refuse(self, offer: Offer, *, now_s: float) -> None:
         """Remember blocks as ghosts in cohorts of the request that offered them."""
-        for block in self._learn(offer, now_s, is_use=True):
+        for block in self._learn(offer, now_s):
             key, block.key = block.key, None
             self._ghosts[hash(key)] = block
         self._bound_ghosts(now_s)
 
-    def _learn(self, offer: Offer, now_s: float, *, is_use: bool) -> Iterator[Block]:
+    def _learn(self, offer: Offer, now_s: float) -> Iterator[Block]:
         """Make the blocks of an offer, each in its cohort and its ghost forgotten."""
-        if not all(map(self._offered.__contains__, offer.blocks)):
-            self.offer(offer, now_s=now_s)
+        self._class(offer, now_s)
         fresh: dict[Lane, Cohort] = {}
         cohorts, ghosts, offered = self._cohorts, self._ghosts, self._offered
         for key in offer.blocks:
-            lane, turns = offered.pop(key)
             ghost = ghosts.pop(hash(key), None) if ghosts else None
-            if ghost is not None and not is_use:
-                ghost.key = key
-                yield ghost
+            if ghost is not None and not offer.is_use:
+                offered.pop(key, None)
+                # Not the ghost itself: blocks that it left behind may still name it as their parent.
+                yield Block(key, ghost.cohort, ghost.uses, ghost.turns)
                 continue
+            if key not in offered:  # its ghost was another's, whose key has the same hash
+                self.offer(offer._replace(blocks=(key,), is_use=True), now_s=now_s)
+            lane, turns = offered.pop(key)
             cohort = fresh.get(lane) or self._fresh(fresh, lane, now_s)
             uses = 1
             if ghost is not None:
@@ -270,10 +272,32 @@ class GittinsPolicy:
             heapq.heappush(heap, (worth, order, iter((parent,))))
             order -= 1
 
-    def _worths(self, offer: Offer, now_s: float) -> list[tuple[float, StorageKey]]:
-        if not all(map(self._offered.__contains__, offer.blocks)):
+    def _class(self, offer: Offer, now_s: float) -> None:
+        """Class an offer that was not announced, or so long ago that it is forgotten.
+
+        Blocks from another tier are classed already if they are ghosts.
+        """
+        if all(map(self._offered.__contains__, offer.blocks)):
+            return
+        if offer.is_use:
             self.offer(offer, now_s=now_s)
-        return [(self._offered[key][0].rungs[0].worth, key) for key in offer.blocks]
+            return
+        unknown = [b for b in offer.blocks if b not in self._offered and hash(b) not in self._ghosts]
+        if unknown:
+            self.offer(offer._replace(blocks=unknown), now_s=now_s)
+
+    def _worths(self, offer: Offer, now_s: float) -> list[tuple[float, StorageKey]]:
+        self._class(offer, now_s)
+        if offer.is_use:
+            return [(self._offered[key][0].rungs[0].worth, key) for key in offer.blocks]
+        return [(self._worth_below(key), key) for key in offer.blocks]
+
+    def _worth_below(self, key: StorageKey) -> float:
+        """What a block from another tier is worth: as old as it is."""
+        ghost = self._ghosts.get(hash(key))
+        if ghost is None:
+            return self._offered[key][0].rungs[0].worth
+        return ghost.cohort.lane.rungs[ghost.cohort.age].worth
 
     def evict(self, block: StorageKey, *, now_s: float) -> None:
         """Make a block a ghost."""

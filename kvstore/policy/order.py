@@ -1,13 +1,14 @@
-"""LRU and FIFO, and what policies without statistics or ghosts have in common."""
+"""LRU and FIFO: one order of blocks."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
+from kvstore.policy.plain import PlainPolicy
 from kvstore.policy.protocol import NO_HINT, Hint, Offer
 from kvstore.tier import StorageKey
 
 
-class LruPolicy:
+class LruPolicy(PlainPolicy):
     """Least recently used, each chain touched tail first; whatever is offered is stored.
 
     Tail first makes a chain's last block the oldest of its use, so plain LRU order evicts leaves before
@@ -28,12 +29,6 @@ class LruPolicy:
             if block in order:
                 move_to_end(block)
         self._last_use = blocks
-
-    def note_hint(self, blocks: Sequence[StorageKey], *, now_s: float, hint: Hint) -> None:
-        """Ignore what is said of the future."""
-
-    def offer(self, offer: Offer, *, now_s: float) -> None:
-        """Ignore what is only offered."""
 
     def insert(
         self,
@@ -82,19 +77,9 @@ class LruPolicy:
         """Forget a block."""
         self._order.pop(block, None)
 
-    def refuse(self, offer: Offer, *, now_s: float) -> None:
-        """Ignore what was not stored."""
-
     def remove(self, block: StorageKey) -> None:
         """Forget a block."""
         self._order.pop(block, None)
-
-    def to_state(self) -> dict[str, object]:
-        """Return nothing: nothing is learned."""
-        return {}
-
-    def from_state(self, state: dict[str, object]) -> None:
-        """Ignore what others learned."""
 
     def __contains__(self, block: object) -> bool:
         return block in self._order

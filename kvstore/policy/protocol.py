@@ -31,13 +31,15 @@ class Offer(NamedTuple):
     """Blocks just computed that compete for room with those that are stored.
 
     ``blocks`` are new ones of one chain, in chain order, of ``size_bytes`` each. ``parent`` is the block
-    before the first of them, None at the start of a chain.
+    before the first of them, None at the start of a chain. Without ``is_use`` they were not just computed:
+    they come from another tier.
     """
 
     blocks: Sequence[StorageKey]
     size_bytes: int
     parent: StorageKey | None = None
     hint: Hint = NO_HINT
+    is_use: bool = True
 
 
 class EvictionPolicy(Protocol):
@@ -48,6 +50,10 @@ class EvictionPolicy(Protocol):
     evicted, an offered one is refused; then ``evict``, ``insert`` and ``refuse`` tell what was done. An offer
     that comes to nothing needs no word: what a policy remembers of it is bounded.
 
+    Of several tiers each has a policy. One below the first is told of every request too: ``touch`` of all
+    that was found, wherever it is, and ``refuse`` of what is new, since it goes elsewhere first. So it knows
+    how long a block was not used when that comes down to it, offered or inserted without ``is_use``.
+
     Above every policy the owner keeps two laws: a leased block is never a victim, and a block with a child in
     the same tier is no victim before that child.
 
@@ -56,7 +62,7 @@ class EvictionPolicy(Protocol):
     """
 
     def touch(self, blocks: Sequence[StorageKey], *, now_s: float, hint: Hint = NO_HINT) -> None:
-        """Learn of a use of blocks of one chain, in chain order. Unknown ones are ignored."""
+        """Learn of a use of blocks of one chain, in chain order. Of those not stored a ghost may learn."""
 
     def note_hint(self, blocks: Sequence[StorageKey], *, now_s: float, hint: Hint) -> None:
         """Learn more of the future of blocks of one chain; it is no use of them. Unknown ones are ignored."""

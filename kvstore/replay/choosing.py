@@ -1,7 +1,7 @@
 """Which policy a name means: one of the store's, the bound, or a class in a file of the user's own."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,31 @@ _METHODS = ("touch", "offer", "insert", "candidates", "evict", "refuse", "remove
 class NamedPolicy:
     """A policy under the name that a result shows. ``new`` makes one for a capacity; None is the bound.
 
-    ``own_file`` is the file it came from, for messages.
+    ``own_file`` is the file it came from, for messages. ``by_tier`` are several instead, fastest tier first.
     """
 
     name: str
     new: Callable[[int], EvictionPolicy] | None
     own_file: Path | None = None
+    by_tier: "tuple[NamedPolicy, ...]" = ()
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether it is the bound, and no policy."""
+        return self.new is None and not self.by_tier
+
+    def of_tiers(self, count: int) -> "Sequence[NamedPolicy]":
+        """Return the policies of so many tiers.
+
+        Raises:
+            InvalidRequest: it is of another number of tiers.
+        """
+        if self.by_tier and len(self.by_tier) != count:
+            raise InvalidRequest(
+                f"policy {self.name}: it names {len(self.by_tier)} policies, and there"
+                f" {'is one tier' if count == 1 else f'are {count} tiers'}"
+            )
+        return self.by_tier or [self] * count
 
     def make(self, capacity_blocks: int) -> EvictionPolicy:
         """Return a fresh policy for so many blocks of ``REPLAY_BLOCK_BYTES``.
@@ -61,9 +80,17 @@ def policy_names() -> list[str]:
 def policy_of(text: str) -> NamedPolicy:
     """Return the policy of a name, in any spelling of it (``s3fifo``, ``S3-FIFO``), or of ``FILE.py:CLASS``.
 
+    With a plus between, ``lru+gittins``, one for each tier.
+
     Raises:
         InvalidRequest: there is none.
     """
+    if "+" in text:
+        parts = tuple(policy_of(part) for part in text.split("+"))
+        if any(part.is_bound for part in parts):
+            raise InvalidRequest(f"policy {text!r}: the bound is no policy of a tier")
+        own_file = next((part.own_file for part in parts if part.own_file is not None), None)
+        return NamedPolicy("+".join(part.name for part in parts), None, own_file, parts)
     if ":" in text:
         return own_policy(text)
     known = {_plain(name): new for name, new in POLICIES.items()}

@@ -67,7 +67,7 @@ def replay(trace: Trace, plan: ReplayPlan, progress: Progress) -> list[ReplayRes
             bound, seconds = bounds[capacity]
             tally = bound
             tiers: tuple[TierTally, ...] = ()
-            if policy.new is not None:
+            if not policy.is_bound:
                 started_s = time.perf_counter()
                 tally, tiers = runner.run(policy, capacity)
                 seconds = time.perf_counter() - started_s
@@ -107,7 +107,7 @@ class _Runner:
 
     def _run_one_tier(self, policy: NamedPolicy, capacity: int) -> Tally:
         trace, tally = self._trace, Tally()
-        cache = _cache(policy, capacity)
+        cache = _cache(policy.of_tiers(1)[0], capacity)
         for request, (blocks, now_s, hint) in enumerate(self._requests()):
             served = cache.serve(blocks, size_bytes=REPLAY_BLOCK_BYTES, now_s=now_s, hint=hint)
             tally.add(served.hit_blocks, trace.hit_tokens(request, served.hit_blocks), len(served.written))
@@ -115,7 +115,9 @@ class _Runner:
 
     def _run_tiers(self, policy: NamedPolicy) -> tuple[Tally, tuple[TierTally, ...]]:
         trace, sizes, tally = self._trace, self._plan.tiers, Tally()
-        caches = [_cache(policy, tier.blocks) for tier in sizes]
+        caches = [
+            _cache(part, tier.blocks) for part, tier in zip(policy.of_tiers(len(sizes)), sizes, strict=True)
+        ]
         tiers = TieredCache(caches, self._parents(), size_bytes=REPLAY_BLOCK_BYTES)
         for request, (blocks, now_s, hint) in enumerate(self._requests()):
             hit_blocks = tiers.serve(blocks, now_s=now_s, hint=hint)

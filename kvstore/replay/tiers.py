@@ -8,7 +8,7 @@ is gone. All tiers learn of every use, whichever of them served it. ``BlockManag
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from kvstore.policy import Hint, PolicyCache
+from kvstore.policy import Hint, Offer, PolicyCache
 from kvstore.tier import StorageKey
 
 
@@ -43,6 +43,9 @@ class TieredCache:
         num_hits = self._count_hits(blocks)
         for cache in self._caches[1:]:
             cache.touch(blocks[:num_hits], now_s=now_s, hint=hint)
+            if num_hits < len(blocks):
+                parent = blocks[num_hits - 1] if num_hits else None
+                cache.pass_by(Offer(blocks[num_hits:], self._size_bytes, parent, hint), now_s=now_s)
         served = self._caches[0].serve(blocks, size_bytes=self._size_bytes, now_s=now_s, hint=hint)
         self.written_blocks[0] += len(served.written)
         leaving: Sequence[StorageKey] = [*served.refused[::-1], *served.evicted]

@@ -401,3 +401,21 @@ def test_the_name_of_a_file_that_is_no_text_can_be_printed(tmp_path: Path) -> No
     made = subprocess.run(command, env=environment, capture_output=True, check=False)
     assert (made.returncode, made.stderr) == (0, b"")
     assert b"\\udcff" in made.stdout
+
+
+def test_a_policy_is_changed_everywhere_in_a_tier_or_for_a_namespace(run: Run) -> None:
+    digest = "0a" * 32
+
+    told = [
+        run("policy", "lru", "--tier", "dram", "--namespace", digest),
+        run("policy", "arc", "--namespace", digest),
+        run("policy", "gittins"),
+    ]
+
+    assert told == [
+        (0, f"gittins, {digest}=lru; gittins before\n", ""),
+        (0, f"gittins, {digest}=arc; gittins, {digest}=lru before\n", ""),
+        (0, f"gittins; gittins, {digest}=arc before\n", ""),
+    ]
+    assert run("policy", "lru", "--tier", "nowhere")[0] == 2
+    assert "64 hex digits" in run("policy", "lru", "--namespace", "0a")[2]

@@ -431,5 +431,9 @@ async def test_another_policy_loses_no_block(client: Face, chain: PrefixChain, p
 
     assert (before, (await client.stats())["policy"]) == ("gittins", "lru")
     assert np.array_equal(np.stack(await client.get(chain)), payloads)
-    with pytest.raises(InvalidRequest, match="unknown"):
-        await client.change_policy("none")
+    assert await client.change_policy(f"dram=arc, {chain.namespace.hex()}=fifo") == "lru"
+    assert (await client.stats())["tiers"]["dram"]["namespace_policies"] == {chain.namespace.hex(): "fifo"}
+    assert np.array_equal(np.stack(await client.get(chain)), payloads)
+    for nothing in ("none", "nowhere=lru"):
+        with pytest.raises(InvalidRequest, match=f"{nothing.partition('=')[0]}' "):
+            await client.change_policy(nothing)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.policy import POLICIES, Offer, PolicyCache, policy_named
+from kvstore.policy import POLICIES, LruPolicy, NamespacePolicies, Offer, PolicyCache, policy_named
 from kvstore.tier import StorageKey
 from tests.contract.policy_law import CAPACITY, PolicyLaw
 
@@ -70,12 +70,16 @@ class TestGittins(PolicyLaw):
     new_policy = staticmethod(policy_named("gittins"))
 
 
+class TestNamespacePolicies(PolicyLaw):
+    new_policy = staticmethod(lambda size: NamespacePolicies(LruPolicy(size), {b"n" * 32: LruPolicy(size)}))
+
+
 def test_every_policy_that_a_configuration_can_name_is_held_to_the_law():
     classes = [one for one in globals().values() if isinstance(one, type) and issubclass(one, PolicyLaw)]
 
     held = {type(one.new_policy(1)) for one in classes if one.new_policy is not None}
 
-    assert held == set(POLICIES.values())
+    assert held == {*POLICIES.values(), NamespacePolicies}
 
 
 numbers = st.lists(st.integers(0, 30), max_size=300)

@@ -35,4 +35,4 @@ def troubled_stage(tmp_path: Path) -> Iterator[Stage]:
 
 
 def _settings(folder: Path) -> StoreSettings:
-    return StoreSettings(dram_bytes=2 * MIB, ssd_bytes=16 * MIB, ssd_folder=folder / "ssd", policy="lru")
+    return StoreSettings(dram_bytes=2 * MIB, ssd_bytes=16 * MIB, ssd_folder=folder / "ssd")

@@ -129,10 +129,10 @@ def test_files_that_the_configuration_names_are_mounted(values):
 @pytest.mark.parametrize(
     ("values", "wanted_bytes"),
     [
-        ({}, (1024 + 64 + 256 + 512) * MIB),
-        ({"config": {"tiers": {"dram": {"capacity_bytes": 4294967296}}}}, (4096 + 64 + 256 + 512) * MIB),
-        ({"config": {"store": {"records_bytes": "1 GiB"}}}, (1024 + 64 + 1024 + 512) * MIB),
-        ({"ssd": {"enabled": True}}, (1024 + 64 + 512) * MIB),
+        ({}, (1024 + 64 + 256 + 768) * MIB),
+        ({"config": {"tiers": {"dram": {"capacity_bytes": 4294967296}}}}, (4096 + 64 + 256 + 768) * MIB),
+        ({"config": {"store": {"records_bytes": "1 GiB"}}}, (1024 + 64 + 1024 + 768) * MIB),
+        ({"ssd": {"enabled": True}}, (1024 + 64 + 768) * MIB),
         ({"resources": {"limits": {"memory": "3Gi"}}}, 3072 * MIB),
     ],
     ids=["defaults", "integer", "records", "ssd", "given"],

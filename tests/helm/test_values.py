@@ -62,7 +62,7 @@ TOGETHER = {
     ),
     "too little memory": (
         {"resources": {"limits": {"memory": "1Gi"}}},
-        "resources.limits.memory is 1Gi, the store needs 1946157056 bytes",
+        "resources.limits.memory is 1Gi, the store needs 2214592512 bytes",
     ),
     "unit of memory": ({"resources": {"limits": {"memory": "1Pi"}}}, "use a unit like Mi or Gi"),
 }

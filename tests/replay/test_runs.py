@@ -6,6 +6,7 @@ import json
 import pytest
 
 from kvstore.errors import InvalidRequest
+from kvstore.policy import GittinsPolicy, Offer, PolicyCache
 from kvstore.replay import (
     ProgressBar,
     ReplayPlan,
@@ -18,6 +19,7 @@ from kvstore.replay import (
     replay,
 )
 from kvstore.replay.choosing import require_distinct
+from kvstore.tier import StorageKey
 from tests.replay.traces import CHAT, PUBLISHED, REFERENCE, needs_published_trace, trace_of
 
 OWN = """
@@ -231,3 +233,61 @@ def test_progress_is_shown_on_a_terminal_only():
     assert file.getvalue() == ""
     assert " 50%, 5 s left" in terminal.getvalue()
     assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+def test_each_tier_may_have_a_policy_of_its_own():
+    trace = trace_of(*CHAT)
+    tiers = (TierSize("dram", 2), TierSize("ssd", 4))
+
+    both, mixed, same = replay(
+        trace,
+        ReplayPlan([*map(policy_of, ("lru", "lru+fifo", "lru+lru"))], [], tiers),
+        ProgressBar(io.StringIO()),
+    )
+
+    assert (both.hit_blocks, both.tiers) == (same.hit_blocks, same.tiers)
+    assert mixed.policy == "lru+fifo"
+    assert mixed.tiers[0] == both.tiers[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "tiers", "message"),
+    [
+        ("lru+lru", (), "names 2 policies, and there is one tier"),
+        ("lru+lru+lru", (TierSize("a", 2), TierSize("b", 2)), "names 3 policies, and there are 2 tiers"),
+    ],
+)
+def test_as_many_policies_are_named_as_there_are_tiers(text, tiers, message):
+    plan = ReplayPlan([policy_of(text)], [4], tiers)
+
+    with pytest.raises(InvalidRequest, match=message):
+        replay(trace_of(*CHAT), plan, ProgressBar(io.StringIO()))
+
+
+def test_the_bound_is_no_policy_of_a_tier():
+    with pytest.raises(InvalidRequest, match="the bound is no policy of a tier"):
+        policy_of("lru+bound")
+
+
+def test_a_tier_below_knows_how_long_ago_a_block_was_used():
+    cache = PolicyCache(GittinsPolicy(), 8)
+    old, young = [StorageKey(bytes([n])) for n in range(4)], [StorageKey(bytes([10 + n])) for n in range(4)]
+    cache.pass_by(Offer(old, 1), now_s=0.0)
+    cache.pass_by(Offer(young, 1), now_s=1000.0)
+
+    cache.store(young, now_s=1001.0)
+    cache.store(old, now_s=1002.0)
+
+    assert list(cache.policy.candidates(now_s=1003.0))[:4] == old[::-1]
+
+
+def test_a_block_that_left_and_comes_again_from_above_has_no_children_of_its_former_life():
+    policy = GittinsPolicy()
+    parent, child = StorageKey(b"parent"), StorageKey(b"child")
+    policy.insert([parent, child], size_bytes=1, now_s=0.0)
+    policy.evict(parent, now_s=1.0)
+    policy.insert([parent], size_bytes=1, now_s=2.0, is_use=False)
+
+    policy.evict(child, now_s=3.0)
+
+    assert list(policy.candidates(now_s=4.0)) == [parent]
