@@ -161,6 +161,7 @@ class BlockManager:
         if not has_loaded:
             logger.warning("closing: loads have not ended after %.1f s: abandoned", patience_s)
         await self._uses.tell()
+        await self._policies.close()
         await self._policies.keep()
         if self._eraser is not None:
             patience_s = max(_LAST_MOVES_S, until_s - now_s())
@@ -543,15 +544,15 @@ class BlockManager:
             if about is not None:
                 yield from (CopyChange(True, tier, *about) for tier in entry.residency())
 
-    def change_policy(self, name: str) -> str:
+    async def change_policy(self, name: str) -> str:
         """Give every tier another policy, and return the name of the one before; blocks and leases stay.
 
-        Until the store ends: its configuration names the policy of the next start.
+        Until the store ends: its configuration names the policy of the next start. Cancelled, it goes on.
 
         Raises:
             InvalidRequest: no policy has that name.
         """
-        return self._policies.change(name)
+        return await self._policies.change(name)
 
     def policy_of(self, tier: str) -> EvictionPolicy:
         """Return the policy of one tier."""

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvstore.errors import CorruptBlock, InvalidConfig, InvalidRequest
-from kvstore.garbage import garbage_collection_paused
-from kvstore.policy import EvictionPolicy, policy_name, policy_named
+from kvstore.policy import EvictionPolicy, NewPolicy, policy_name, policy_named
 from kvstore.policy_file import Learned, PolicyFile
 from kvstore.state import State
+from kvstore.succession import Succession
 from kvstore.tier import StorageKey
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,9 @@ KEEP_S = 300.0
 
 PATIENCE_S = 2.0
 """How long a start or an end waits for the disk."""
+
+_SLICE_BLOCKS = 128
+"""Blocks that come under another policy between two turns of others: about a millisecond."""
 
 
 def adopt(state: State, policy: EvictionPolicy, tier: str, names: Sequence[StorageKey]) -> None:
@@ -54,6 +57,8 @@ class PolicyKeeper:
         self._file = file
         self._is_busy = False
         self._is_open = False
+        self._changing = asyncio.Lock()
+        self._changes: set[asyncio.Future[str]] = set()
 
     async def open(self) -> None:
         """Take over what earlier runs learned; what is doubtful is left."""
@@ -76,10 +81,11 @@ class PolicyKeeper:
         except ValueError as error:
             logger.warning("%s: policy statistics are doubtful: not taken over: %s", tier, error)
 
-    def change(self, name: str) -> str:
+    async def change(self, name: str) -> str:
         """Give every tier another policy, which orders the blocks that are stored; returns the one before.
 
         Leases and blocks are as before. What the policy before learned goes with it, and so do its ghosts.
+        Blocks come under it a slice at a time; it goes on if the caller is cancelled. One at a time.
 
         Raises:
             InvalidRequest: no policy has that name.
@@ -88,18 +94,44 @@ class PolicyKeeper:
             new_policy = policy_named(name)
         except InvalidConfig as error:
             raise InvalidRequest(str(error)) from error
+        change = asyncio.ensure_future(self._change(new_policy))
+        self._changes.add(change)
+        change.add_done_callback(self._changes.discard)
+        return await asyncio.shield(change)
+
+    async def _change(self, new_policy: NewPolicy) -> str:
         state = self._state
-        before = policy_name(state.policies[state.top.name])
-        changed: dict[str, EvictionPolicy] = {}
-        with garbage_collection_paused():
+        async with self._changing:
+            before = policy_name(state.policies[state.top.name])
             for tier in state.all_tiers():
-                old = state.policies.get(tier.name)
-                if old is not None:
-                    changed[tier.name] = new_policy(tier.capacity_bytes)
-                    adopt(state, changed[tier.name], tier.name, _in_order(state, old, tier.name))
-        state.policies.update(changed)
-        logger.info("policy: %s from now on, %s before", policy_name(changed[state.top.name]), before)
-        return before
+                if tier.name in state.policies:
+                    await self._succeed(tier.name, new_policy(tier.capacity_bytes))
+            now = policy_name(state.policies[state.top.name])
+            logger.info("policy: %s from now on, %s before", now, before)
+            return before
+
+    async def _succeed(self, tier: str, policy: EvictionPolicy) -> None:
+        """Have one policy take over from another; between two slices others have their turn."""
+        state = self._state
+        state.policies[tier] = both = Succession(state.policies[tier], policy)
+        while blocks := both.take(_SLICE_BLOCKS, now_s=state.clock()):
+            adopt(state, both, tier, blocks)
+            await asyncio.sleep(0)
+        if len(both.predecessor):  # what it does not name as a candidate
+            left = [entry.name for entry in state.directory.entries() if entry.name in both.predecessor]
+            for start in range(0, len(left), _SLICE_BLOCKS):
+                blocks = [name for name in left[start : start + _SLICE_BLOCKS] if name in both.predecessor]
+                for name in blocks:
+                    both.predecessor.remove(name)
+                adopt(state, both, tier, blocks)
+                await asyncio.sleep(0)
+        state.policies[tier] = policy
+
+    async def close(self) -> None:
+        """Leave a change that is under way as far as it has come."""
+        for change in self._changes:
+            change.cancel()
+        await asyncio.gather(*self._changes, return_exceptions=True)
 
     async def keep_forever(self) -> None:
         """Write now and then, until cancelled."""
@@ -165,10 +197,3 @@ class PolicyKeeper:
         except (CorruptBlock, OSError) as error:
             logger.warning("policy statistics: %s: %s: %s", self._file, failing, error)
         return None
-
-
-def _in_order(state: State, policy: EvictionPolicy, tier: str) -> list[StorageKey]:
-    """Return all blocks that a policy orders, those first that it would evict first."""
-    order = dict.fromkeys(policy.candidates(now_s=state.clock()))
-    known = (entry.name for entry in state.directory.entries() if entry.is_ready(tier))
-    return [*order, *(name for name in known if name in policy and name not in order)]

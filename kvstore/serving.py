@@ -374,7 +374,7 @@ class Connection(asyncio.BufferedProtocol):
                 )
                 return None if reserved is None else self._lent_slots(reserved)
             case Commit():
-                return self._slots.commit(request)
+                return self._slots.commit_at_once(request)
             case Ping() | NoteHints():
                 self._note_hints(request)
                 return Done()
@@ -417,8 +417,8 @@ class Connection(asyncio.BufferedProtocol):
                 return await answer_lease(self._manager, self._owner, request)
             case MatchAndLease():
                 return await answer_match_and_lease(self._manager, self._owner, request)
-            case Reserve():
-                return await self._reserve(request)
+            case Reserve() | Commit():
+                return await self._store(request)
             case Prefetch(about, timeout_us):
                 return Count(
                     await self._manager.prefetch(about.chain, part=about.part, timeout_s=timeout_us / 1e6)
@@ -443,7 +443,7 @@ class Connection(asyncio.BufferedProtocol):
                 )
                 return Report(json.dumps([report.as_dict() for report in reports]).encode())
             case ChangePolicy(name):
-                before = self._manager.change_policy(name)
+                before = await self._manager.change_policy(name)
                 return Report(json.dumps({"before": before}).encode())
             case AdvanceEpoch(model):
                 return Count(await self._manager.advance_epoch(model))
@@ -486,7 +486,9 @@ class Connection(asyncio.BufferedProtocol):
             reason=fetched.reason,
         )
 
-    async def _reserve(self, request: Reserve) -> Lent:
+    async def _store(self, request: Reserve | Commit) -> Lent | Count:
+        if isinstance(request, Commit):
+            return await self._slots.commit(request)
         about = request.about
         reserved = await self._manager.reserve(
             about.chain,

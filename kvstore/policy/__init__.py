@@ -45,7 +45,7 @@ def policy_named(name: str) -> NewPolicy:
 
 def policy_name(policy: EvictionPolicy) -> str:
     """Return the name a configuration gives to policies of this kind; of one's own its class."""
-    kind = type(policy)
+    kind = type(getattr(policy, "successor", policy))
     return next((name for name, known in POLICIES.items() if known is kind), kind.__name__)
 
 
