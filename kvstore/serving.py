@@ -36,6 +36,7 @@ from kvstore.errors import (
     ServerUnavailable,
     TimedOut,
 )
+from kvstore.garbage import unlink_transport
 from kvstore.late_work import LateWork
 from kvstore.lingering import Lingering
 from kvstore.log_limit import LimitedWarning
@@ -198,6 +199,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Give back everything the client held, once it cannot write into slots any more."""
+        unlink_transport(self._transport)
         self._transport = None
         if self._slow_timer is not None:
             self._slow_timer.cancel()
