@@ -3,7 +3,6 @@
 import gzip
 import io
 import json
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ MAX_LINE_BYTES = 64 * 2**20
 """Longest line that is read: a prompt of a million tokens in blocks of one token fits."""
 
 _MAX_ID_LENGTH = 256
+_MAX_NUMBER = 1e18
 _READ_BYTES = 2**20
 
 
@@ -153,7 +153,7 @@ def number(fields: Mapping[str, Any], name: str, *, default: float | None = None
         BadLine: it is not there and has no default, or is something else.
     """
     value = fields.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_NUMBER:
         raise BadLine(_expected(fields, name, "a number"))
     return float(value)
 
