@@ -11,6 +11,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def garbage_collection_paused() -> Iterator[None]:
             gc.enable()
 
 
-def unlink_transport(transport: object) -> None:
+def unlink_transport(transport: Any) -> None:  # Any: the attribute is asyncio's own
     """Break the cycle of an ended transport, which refers to itself by the method that it reads with.
 
     Without it what ended would wait for a collection of everything. Other kinds of transports are left alone.
