@@ -15,8 +15,8 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_TICK_S = 0.1
-_MANY_AGED = 4
+_TICK_S = 0.05
+_MANY_AGED = 3
 """Collections of the middle generation between two ticks, of up to 7000 objects each, from which on what
 survived them is not looked at once more."""
 
