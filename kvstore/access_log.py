@@ -2,7 +2,8 @@
 
 Whoever serves requests only appends to a queue. A thread puts the exchanges of a client together into
 requests, and writes one line for each. It works in slices with pauses between them, so that it never keeps
-the server's loop from running for long; what comes faster than it can write is dropped and counted.
+the server's loop from running for long; what comes faster than it can write is dropped and counted. While the
+file cannot be written (a full disk, say) requests are lost and counted; it goes on once that is over.
 
 Names are keyed BLAKE2b of the blocks' keys under a random secret of this process, which is kept nowhere: no
 one can tell from the file what was asked for, not even whoever can guess a prompt and name its blocks.
@@ -53,6 +54,8 @@ _PAUSE_S = 0.0005
 
 _NAME_BYTES = 8
 _JOIN_S = 2.0
+_RETRY_S = 1.0
+"""How long after a failure the file is left alone."""
 
 
 class Access(enum.IntEnum):
@@ -125,6 +128,11 @@ class AccessLog:
         self._dropped = 0
         self._lost = 0
         self._lines = 0
+        self._unwritten = 0
+        self._failed_s: float | None = None
+        self._unwritten_before = 0
+        self._is_torn = False
+        self._has_header = False
         self._session = secrets.token_hex(4)
         self._open: deque[_Request] = deque()  # in the order in which they began
         self._by_client: dict[int, deque[_Request]] = {}
@@ -146,6 +154,7 @@ class AccessLog:
         self._started_s = self._clock()
         try:
             self._open_file()
+            self._write_header()
         except OSError as error:
             raise InvalidConfig(f"access log: {self._path}: {error.strerror}") from error
         self._thread.start()
@@ -168,7 +177,11 @@ class AccessLog:
 
     def as_dict(self) -> dict[str, int]:
         """Return what was written and what was not: requests, and exchanges that were dropped."""
-        return {"lines": self._lines, "dropped": self._dropped + self._lost}
+        return {
+            "lines": self._lines,
+            "dropped": self._dropped + self._lost,
+            "unwritten": self._unwritten,
+        }
 
     def _run(self) -> None:
         try:
@@ -176,8 +189,6 @@ class AccessLog:
                 self._work()
             self._work()
             self._end_requests(math.inf)
-        except OSError as error:
-            logger.warning("access log: %s: %s: nothing more is written", self._path, error.strerror)
         except Exception:
             logger.exception("access log: nothing more is written")
         finally:
@@ -243,15 +254,32 @@ class AccessLog:
             time.sleep(_PAUSE_S)
 
     def _write(self, request: _Request) -> None:
-        names = self._names(request.keys)
-        line = {"t": round(request.first_s - self._started_s, 3), "n": request.block_tokens, "blocks": names}
-        self._write_line(line)
+        """Write a request, or count it as lost."""
+        if self._failed_s is not None and self._clock() - self._failed_s < _RETRY_S:
+            self._unwritten += 1
+            return
+        try:
+            self._write_header()
+            at_s = round(request.first_s - self._started_s, 3)
+            names = self._names(request.keys)
+            self._write_line({"t": at_s, "n": request.block_tokens, "blocks": names})
+        except OSError as error:
+            self._note_failure(error)
+            self._unwritten += 1
+            return
         self._lines += 1
-        if self._file_bytes > self._max_bytes // 2:
-            os.close(self._fd)
-            self._fd = -1
-            Path(self._path).replace(f"{self._path}.1")
-            self._open_file()
+        if self._failed_s is not None:
+            self._failed_s = None
+            num_lost = self._unwritten - self._unwritten_before
+            logger.warning("access log: %s: goes on; %d requests were lost", self._path, num_lost)
+
+    def _note_failure(self, error: OSError) -> None:
+        if self._failed_s is None:
+            self._unwritten_before = self._unwritten
+            logger.warning(
+                "access log: %s: %s: requests are lost until it can be written", self._path, error.strerror
+            )
+        self._failed_s = self._clock()
 
     def _names(self, keys: Sequence[BlockKey]) -> list[str]:
         blake2b, secret, names = hashlib.blake2b, self._secret, []
@@ -267,14 +295,27 @@ class AccessLog:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(self._path, flags, 0o600)
         self._file_bytes = os.fstat(self._fd).st_size
-        if self._file_bytes:
-            os.write(self._fd, b"\n")  # after what a crash may have left
-        self._write_line({"kvstore_access_log": 1, "session": self._session})
+        self._is_torn = self._file_bytes > 0  # after what a crash may have left
+        self._has_header = False
+
+    def _write_header(self) -> None:
+        """Have the file begin as such files do, a new one if the one before is large enough."""
+        if self._file_bytes > self._max_bytes // 2:
+            Path(self._path).replace(f"{self._path}.1")
+            os.close(self._fd)
+            self._fd = -1
+        if self._fd < 0:
+            self._open_file()
+        if not self._has_header:
+            self._write_line({"kvstore_access_log": 1, "session": self._session})
+            self._has_header = True
 
     def _write_line(self, values: dict[str, object]) -> None:
         data = json.dumps(values, separators=(",", ":")).encode() + b"\n"
-        view = memoryview(data)
+        view = memoryview(b"\n" + data if self._is_torn else data)
+        self._is_torn = True
         while view:
             written = os.write(self._fd, view)
             self._file_bytes += written
             view = view[written:]
+        self._is_torn = False

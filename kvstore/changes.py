@@ -1,6 +1,7 @@
 """CopyChanges: which copies became READY and which are gone, for those who tell others of it."""
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from kvstore.keys import BlockKey, NamespaceDigest
@@ -42,7 +43,7 @@ class CopyChanges:
     def __init__(self, limit: int = MAX_CHANGES) -> None:
         self._limit = limit
         self._waiting: deque[tuple[bool, str, Noted]] = deque()
-        self._num_lost = 0
+        self._lost: Counter[NamespaceDigest] = Counter()
         self.opened: deque[NamespaceDigest] = deque(maxlen=limit)
 
     def __len__(self) -> int:
@@ -52,8 +53,8 @@ class CopyChanges:
         """Have a change told."""
         if len(self._waiting) < self._limit:
             self._waiting.append((is_ready, tier, block))
-        else:
-            self._num_lost += 1
+        elif (about := block.change_id) is not None:
+            self._lost[about[0]] += 1
 
     def take(self, limit: int) -> list[CopyChange]:
         """Return the changes that have waited longest, at most so many, in their order."""
@@ -66,7 +67,7 @@ class CopyChanges:
                 taken.append(CopyChange(is_ready, tier, *about))
         return taken
 
-    def take_lost(self) -> int:
-        """Return how many changes found no room since this was last asked."""
-        lost, self._num_lost = self._num_lost, 0
+    def take_lost(self) -> Mapping[NamespaceDigest, int]:
+        """Return how many changes in each namespace found no room since this was last asked."""
+        lost, self._lost = self._lost, Counter()
         return lost

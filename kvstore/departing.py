@@ -12,6 +12,8 @@ from kvstore.space import Space
 from kvstore.state import State, WriteMode
 
 _HOLD_PATIENCE_S = 1.0
+_STEP_BLOCKS = 64
+"""Blocks that leave between two turns of others."""
 
 
 class Departure:
@@ -38,10 +40,12 @@ class Departure:
         dropped: set[BlockKey] = set()
         num_others = 0
         await self._wait_for_holds(entries)
-        for entry in entries:
+        for number, entry in enumerate(entries, 1):
             if entry.is_ready(state.top.name) and not entry.is_kept:
                 state.forget_copy(entry, state.top.name, MissReason.DROPPED)
                 dropped.add(entry.key)
+            if number % _STEP_BLOCKS == 0:
+                await asyncio.sleep(0)
         for tier in state.lower:
             going = [entry for entry in entries if entry.is_ready(tier.name) and not entry.is_kept]
             await self._space.drop_copies(tier, going, MissReason.DROPPED)
@@ -83,10 +87,12 @@ class Departure:
         self._mover.write_through(missing_below)
         await self._mover.flush(timeout_s=timeout_s)
         num_left = 0
-        for entry in going:
+        for number, entry in enumerate(going, 1):
             if entry.may_leave(state.top.name) and state.has_lower_copy(entry):
                 state.forget_copy(entry, state.top.name, MissReason.EVICTED)
                 num_left += 1
+            if number % _STEP_BLOCKS == 0:
+                await asyncio.sleep(0)
         return num_left
 
     async def drain(self, *, timeout_s: float) -> int:

@@ -8,7 +8,7 @@ room is lost, which listeners are told: then they know less than there is, and m
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -27,13 +27,13 @@ _SLICE_BLOCKS = 512
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """Events in their order; ``num_lost`` changes before them were not told.
+    """Events in their order; before them, changes were not told: ``lost`` has how many in which namespace.
 
     ``texts`` is for listeners: what one has made of an event, by its place, others need not make again.
     """
 
     events: Sequence[KvEvent]
-    num_lost: int = 0
+    lost: Mapping[NamespaceDigest, int] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
 
 
@@ -88,15 +88,15 @@ class EventFeed:
     async def _tell(self, changes: CopyChanges) -> None:
         """Tell what there is to tell now, giving way to others after each slice."""
         while len(changes):
-            events, num_lost = self._events(changes.take(_SLICE_BLOCKS)), changes.take_lost()
-            if events or num_lost:
-                self._hand_out(events, num_lost)
+            events, lost = self._events(changes.take(_SLICE_BLOCKS)), changes.take_lost()
+            if events or lost:
+                self._hand_out(events, lost)
             await asyncio.sleep(0)
         while changes.opened:
             # Blocks of an earlier run, whose namespace was not known when they were found.
             copies = self._manager.ready_copies(changes.opened.popleft())
             while events := self._events(list(islice(copies, _SLICE_BLOCKS))):
-                self._hand_out(events, 0)
+                self._hand_out(events, {})
                 await asyncio.sleep(0)
 
     def _events(self, changes: Sequence[CopyChange]) -> list[KvEvent]:
@@ -106,10 +106,10 @@ class EventFeed:
         known = self._manager.namespace(namespace)
         return 0 if known is None else known.block_tokens
 
-    def _hand_out(self, events: Sequence[KvEvent], num_lost: int) -> None:
+    def _hand_out(self, events: Sequence[KvEvent], lost: Mapping[NamespaceDigest, int]) -> None:
         self._counters.batches += 1
         self._counters.blocks += sum(len(event.keys) for event in events)
-        self._counters.lost_blocks += num_lost
-        batch = EventBatch(events, num_lost)
+        self._counters.lost_blocks += sum(lost.values())
+        batch = EventBatch(events, lost)
         for listener in tuple(self._listeners):
             listener(batch)

@@ -1,6 +1,5 @@
 """Hints: what a request says of its blocks' future, for the policies that decide what stays."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -36,20 +35,18 @@ class Hints:
                 raise InvalidRequest(f"hints: {name} is true or false")
         next_use_s = self.next_use_s
         if next_use_s is not None and not (
-            type(next_use_s) in (int, float)
-            and math.isfinite(next_use_s)
-            and 0 <= next_use_s <= MAX_NEXT_USE_S
+            type(next_use_s) in (int, float) and 0 <= next_use_s <= MAX_NEXT_USE_S
         ):
             raise InvalidRequest(
-                f"hints: next_use_s {next_use_s!r}, expected 0 to {MAX_NEXT_USE_S:.0f} seconds"
+                f"hints: next_use_s {_shown(next_use_s)}, expected 0 to {MAX_NEXT_USE_S:.0f} seconds"
             )
         if type(self.priority) is not int or not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
             raise InvalidRequest(
-                f"hints: priority {self.priority!r}, expected -{MAX_PRIORITY} to {MAX_PRIORITY}"
+                f"hints: priority {_shown(self.priority)}, expected -{MAX_PRIORITY} to {MAX_PRIORITY}"
             )
         tokens = self.output_tokens
         if tokens is not None and (type(tokens) is not int or not 0 <= tokens <= MAX_OUTPUT_TOKENS):
-            raise InvalidRequest(f"hints: output_tokens {tokens!r}, expected 0 to {MAX_OUTPUT_TOKENS}")
+            raise InvalidRequest(f"hints: output_tokens {_shown(tokens)}, expected 0 to {MAX_OUTPUT_TOKENS}")
 
     @classmethod
     def from_dict(cls, tree: Mapping[str, object]) -> "Hints":
@@ -73,3 +70,12 @@ class Hints:
             for field in fields(self)
             if getattr(self, field.name) != field.default
         }
+
+
+def _shown(value: object) -> str:
+    """Return a wrong value as it is told; Python writes no number of thousands of digits."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "of thousands of digits"
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -210,14 +210,15 @@ class Link:
         """Return when there may be something to receive, or raise TimeoutError.
 
         Until ``awake_until_s`` by looking again and again: an idle virtual core takes tens of microseconds
-        to wake. Who wants this core, the server above all, has it in between.
+        to wake. Who wants this core, the server above all, has it in between. An answer that is there is
+        taken however late it is looked for: this process may not have run for a while.
         """
         poll = self._readable.poll
         while time.monotonic() < awake_until_s:
             if poll(0):
                 return
             os.sched_yield()
-        if not poll(1e3 * _patience_s(deadline_s)):
+        if not poll(1e3 * max(0.0, deadline_s - time.monotonic())):
             raise TimeoutError
 
 

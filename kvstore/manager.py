@@ -158,6 +158,7 @@ class BlockManager:
         if not has_loaded:
             logger.warning("closing: loads have not ended after %.1f s: abandoned", patience_s)
         await self._uses.tell()
+        await self._policies.close()
         await self._policies.keep()
         if self._eraser is not None:
             patience_s = max(_LAST_MOVES_S, until_s - now_s())
@@ -540,13 +541,15 @@ class BlockManager:
             if about is not None:
                 yield from (CopyChange(True, tier, *about) for tier in entry.residency())
 
-    def change_policy(self, text: str) -> str:
+    async def change_policy(self, text: str) -> str:
         """Change policies as a plan's text says; returns the one before. Blocks and leases stay.
+
+        Cancelled, it goes on.
 
         Raises:
             InvalidRequest: it is no plan, or names a tier that has no policy.
         """
-        return self._policies.change(text)
+        return await self._policies.change(text)
 
     def policy_of(self, tier: str) -> EvictionPolicy:
         """Return the policy of one tier."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from kvstore.policy import NamespacePolicies, policy_name
+from kvstore.policy import NamespacePolicies, in_force, policy_name
 from kvstore.policy_keeping import plan_in_force
 from kvstore.state import State
 from kvstore.tier import CountingTier
@@ -30,8 +30,8 @@ def occupancies(state: State, queue_lengths: Mapping[str, int]) -> dict[str, dic
             "used_bytes": tier.used_bytes,
         }
         if tier.name in state.policies:
-            policy = state.policies[tier.name]
-            found[tier.name] |= {"blocks": len(policy), "policy": policy_name(policy)}
+            policy = in_force(state.policies[tier.name])
+            found[tier.name] |= {"blocks": len(state.policies[tier.name]), "policy": policy_name(policy)}
             if isinstance(policy, NamespacePolicies):
                 found[tier.name]["namespace_policies"] = {
                     digest.hex(): policy_name(own) for digest, own in policy.own.items()

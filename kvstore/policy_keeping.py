@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from kvstore.errors import CorruptBlock, InvalidConfig, InvalidRequest
-from kvstore.garbage import garbage_collection_paused
-from kvstore.policy import EvictionPolicy, NamespacePolicies, NewPolicy, policy_name, policy_named
+from kvstore.policy import EvictionPolicy, NamespacePolicies, NewPolicy, in_force, policy_name, policy_named
 from kvstore.policy_file import Learned, PolicyFile
 from kvstore.policy_plan import EVERYWHERE, Place, PolicyPlan
 from kvstore.state import State
+from kvstore.succession import Succession
 from kvstore.tier import SlotTier, StorageKey, Tier
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,9 @@ KEEP_S = 300.0
 
 PATIENCE_S = 2.0
 """How long a start or an end waits for the disk."""
+
+_SLICE_BLOCKS = 128
+"""Blocks that come under another policy between two turns of others: about a millisecond."""
 
 
 def policies_of(tiers: Sequence[SlotTier | Tier], plan: NewPolicy | PolicyPlan) -> dict[str, EvictionPolicy]:
@@ -60,7 +63,8 @@ def plan_in_force(policies: Mapping[str, EvictionPolicy], top: str) -> PolicyPla
     for tier, policy in policies.items():
         if policy_name(policy) != rules[EVERYWHERE]:
             rules[tier, None] = policy_name(policy)
-    shared = [p.own if isinstance(p, NamespacePolicies) else {} for p in policies.values()]
+    now = [in_force(policy) for policy in policies.values()]
+    shared = [policy.own if isinstance(policy, NamespacePolicies) else {} for policy in now]
     for tier, own in zip(policies, shared, strict=True):
         for digest, policy in own.items():
             name = policy_name(policy)
@@ -94,6 +98,8 @@ class PolicyKeeper:
         self._file = file
         self._is_busy = False
         self._is_open = False
+        self._changing = asyncio.Lock()
+        self._changes: set[asyncio.Future[str]] = set()
 
     async def open(self) -> None:
         """Take over what earlier runs learned; what is doubtful is left."""
@@ -116,39 +122,62 @@ class PolicyKeeper:
         except ValueError as error:
             logger.warning("%s: policy statistics are doubtful: not taken over: %s", tier, error)
 
-    def change(self, text: str) -> str:
+    async def change(self, text: str) -> str:
         """Give tiers or namespaces other policies, as a plan's text says; returns the plan before.
 
         Leases and blocks are as before: the new policies order them. What a policy before learned goes with
         it, unless its successor is of the same kind, and so do its ghosts. A tier of which the text changes
-        nothing keeps all.
+        nothing keeps all. Blocks come under it a slice at a time; it goes on if the caller is cancelled. One
+        at a time.
 
         Raises:
             InvalidRequest: it is no plan, or names a tier that has no policy.
         """
-        state = self._state
-        before = plan_in_force(state.policies, state.top.name)
-        try:
-            plan = before.amended(text)
-        except InvalidConfig as error:
-            raise InvalidRequest(str(error)) from error
-        tiers = [tier for tier in state.all_tiers() if tier.name in state.policies]
-        for tier, policy in policies_of(tiers, plan).items():
-            if plan.of_tier(tier) == before.of_tier(tier) and plan.own_of(tier) == before.own_of(tier):
-                continue
-            self._succeed(tier, policy)
-        logger.info("policy: %s from now on, %s before", plan, before)
-        return str(before)
+        change = asyncio.ensure_future(self._change(text))
+        self._changes.add(change)
+        change.add_done_callback(self._changes.discard)
+        return await asyncio.shield(change)
 
-    def _succeed(self, tier: str, policy: EvictionPolicy) -> None:
-        """Have a policy of a tier take over from the one there."""
+    async def _change(self, text: str) -> str:
+        state = self._state
+        async with self._changing:
+            before = plan_in_force(state.policies, state.top.name)
+            try:
+                plan = before.amended(text)
+            except InvalidConfig as error:
+                raise InvalidRequest(str(error)) from error
+            tiers = [tier for tier in state.all_tiers() if tier.name in state.policies]
+            for tier, policy in policies_of(tiers, plan).items():
+                if plan.of_tier(tier) != before.of_tier(tier) or plan.own_of(tier) != before.own_of(tier):
+                    await self._succeed(tier, policy)
+            logger.info("policy: %s from now on, %s before", plan, before)
+            return str(before)
+
+    async def _succeed(self, tier: str, policy: EvictionPolicy) -> None:
+        """Have one policy take over from another; between two slices others have their turn."""
         state = self._state
         old = state.policies[tier]
         if policy_name(old) == policy_name(policy) and (learned := old.to_state()):
             policy.from_state(learned)
-        with garbage_collection_paused():
-            adopt(state, policy, tier, _in_order(state, old, tier))
+        state.policies[tier] = both = Succession(old, policy)
+        while blocks := both.take(_SLICE_BLOCKS, now_s=state.clock()):
+            adopt(state, both, tier, blocks)
+            await asyncio.sleep(0)
+        if len(both.predecessor):  # what it does not name as a candidate
+            left = [entry.name for entry in state.directory.entries() if entry.name in both.predecessor]
+            for start in range(0, len(left), _SLICE_BLOCKS):
+                blocks = [name for name in left[start : start + _SLICE_BLOCKS] if name in both.predecessor]
+                for name in blocks:
+                    both.predecessor.remove(name)
+                adopt(state, both, tier, blocks)
+                await asyncio.sleep(0)
         state.policies[tier] = policy
+
+    async def close(self) -> None:
+        """Leave a change that is under way as far as it has come."""
+        for change in self._changes:
+            change.cancel()
+        await asyncio.gather(*self._changes, return_exceptions=True)
 
     async def keep_forever(self) -> None:
         """Write now and then, until cancelled."""
@@ -214,10 +243,3 @@ class PolicyKeeper:
         except (CorruptBlock, OSError) as error:
             logger.warning("policy statistics: %s: %s: %s", self._file, failing, error)
         return None
-
-
-def _in_order(state: State, policy: EvictionPolicy, tier: str) -> list[StorageKey]:
-    """Return all blocks that a policy orders, those first that it would evict first."""
-    order = dict.fromkeys(policy.candidates(now_s=state.clock()))
-    known = (entry.name for entry in state.directory.entries() if entry.is_ready(tier))
-    return [*order, *(name for name in known if name in policy and name not in order)]

@@ -1,5 +1,10 @@
-"""Putter: lends slots of the top tier to writers, and publishes what they wrote."""
+"""Putter: lends slots of the top tier to writers, and publishes what they wrote.
 
+No put holds the loop for long: one of more than PUT_SLICE_BLOCKS is reserved a slice after the other, each
+complete in itself, and between two slices others have their turn.
+"""
+
+import asyncio
 from collections.abc import Callable, Sequence
 
 from kvstore.directory import BlockEntry, Copy, CopyState, Gone, Shelf
@@ -16,6 +21,12 @@ from kvstore.results import Owner, Published, Reserved, ReservedSlot
 from kvstore.space import Space
 from kvstore.state import State, WriteMode
 from kvstore.tier import Slot
+
+PUT_SLICE_BLOCKS = 1024
+"""Most blocks reserved at once: what a client asks for at once too, so that they compete as one request's."""
+
+_DROPS = {MissReason.QUOTA: "over_quota", MissReason.NOT_ADMITTED: "not_admitted"}
+"""How drops are counted that have a count of their own."""
 
 
 class Putter:
@@ -50,11 +61,66 @@ class Putter:
         Raises:
             InvalidRequest: the namespace is not open.
         """
+        deadline_s = self._state.deadline_s(timeout_s)
+        if len(chain) <= PUT_SLICE_BLOCKS:
+            return await self._reserve_slice(
+                chain, owner=owner, part=part, deadline_s=deadline_s, hints=hints
+            )
+        lent: list[ReservedSlot] = []
+        present = length_bytes = 0
+        reason = None
+        try:
+            for start in range(0, len(chain), PUT_SLICE_BLOCKS):
+                if start:
+                    await asyncio.sleep(0)
+                piece = chain[start : start + PUT_SLICE_BLOCKS]
+                if reason is not None:
+                    present += self._drop_slice(piece, part, reason, hints)
+                    continue
+                got = await self._reserve_slice(
+                    piece, owner=owner, part=part, deadline_s=deadline_s, hints=hints
+                )
+                lent += [slot._replace(position=start + slot.position) for slot in got.slots]
+                present += got.present
+                length_bytes = length_bytes or got.length_bytes
+                reason = got.reason
+        except BaseException:
+            if self._state.leases.is_live(owner):
+                self.return_slots([slot.slot for slot in lent], owner=owner)
+            raise
+        return Reserved(tuple(lent), present, length_bytes, reason)
+
+    def _drop_slice(
+        self, chain: PrefixChain, part: Part | None, reason: MissReason, hints: Hints | None
+    ) -> int:
+        """Drop what is missing of a put's slice behind one that was dropped; returns how many are stored."""
+        state = self._state
+        shelf = state.directory.shelf(chain.namespace, part)
+        if shelf.is_stale or self.is_draining:
+            state.counters.puts["dropped"] += len(chain)
+            return 0
+        missing = self._missing(shelf, chain)
+        self._note_present(shelf, chain, missing, state.hint(shelf, hints))
+        state.counters.puts["dropped"] += len(missing)
+        if reason in _DROPS:
+            state.counters.puts[_DROPS[reason]] += len(missing)
+        self._remember_dropped(shelf, [chain.keys[index] for index in missing], [reason] * len(missing))
+        return len(chain) - len(missing)
+
+    async def _reserve_slice(
+        self,
+        chain: PrefixChain,
+        *,
+        owner: Owner,
+        part: Part | None,
+        deadline_s: float,
+        hints: Hints | None,
+    ) -> Reserved:
+        """Lend slots for blocks that compete as those of one request."""
         at_once = self.reserve_at_once(chain, owner=owner, part=part, hints=hints)
         if at_once is not None:
             return at_once
         state = self._state
-        deadline_s = state.deadline_s(timeout_s)
         shelf = state.directory.shelf(chain.namespace, part)
         missing = self._missing(shelf, chain)
         hint = state.hint(shelf, hints)
@@ -67,13 +133,15 @@ class Putter:
     def reserve_at_once(
         self, chain: PrefixChain, *, owner: Owner, part: Part | None = None, hints: Hints | None = None
     ) -> Reserved | None:
-        """As ``reserve``, but None where room would have to be made first.
+        """As ``reserve``, but None where room would have to be made first, or it would take several slices.
 
         Raises:
             InvalidRequest: the namespace is not open.
         """
         state = self._state
         shelf = state.directory.shelf(chain.namespace, part)
+        if len(chain) > PUT_SLICE_BLOCKS:
+            return None
         if shelf.is_stale or self.is_draining:
             state.counters.puts["dropped"] += len(chain)
             return Reserved(

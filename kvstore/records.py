@@ -5,7 +5,6 @@ drops it. See docs/records.md for the rules.
 """
 
 import enum
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -240,6 +239,6 @@ def require_limit(limit: int) -> int:
 
 def require_ttl(ttl_s: float) -> float:
     """Return a time to live if it is in range. Raises InvalidRequest."""
-    if not math.isfinite(ttl_s) or not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
+    if not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
         raise InvalidRequest(f"record: ttl_s is {ttl_s!r}, expected {MIN_TTL_S:g} to {MAX_TTL_S:.0f} seconds")
     return ttl_s

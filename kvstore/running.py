@@ -72,6 +72,7 @@ async def serving(
             stack.push_async_callback(face.stop)
             await face.listen()
             server.http_url = face.url
+            server.num_ended_over_http = face.num_ended_connections
         if publisher is not None:
             stack.callback(publisher.close)
             publisher.open()

@@ -84,6 +84,7 @@ class StoreServer:
         self._refusals = LimitedWarning(logger)
         self.counters = ServerCounters()
         self.http_url: str | None = None
+        self.num_ended_over_http: Callable[[], int] = int
         """Where the same store is reached over HTTP, if it is."""
 
     async def listen(self) -> None:
@@ -127,6 +128,10 @@ class StoreServer:
         self._greetings.add(task)
         self._silent[task] = None
         task.add_done_callback(self._forget_greeting)
+
+    def num_ended_connections(self) -> int:
+        """Connections that have ended since the start, over HTTP too."""
+        return self.counters.connections - self.counters.open_connections + self.num_ended_over_http()
 
     @property
     def num_connections(self) -> int:

@@ -36,6 +36,7 @@ from kvstore.errors import (
     ServerUnavailable,
     TimedOut,
 )
+from kvstore.garbage import unlink_transport
 from kvstore.late_work import LateWork
 from kvstore.lingering import Lingering
 from kvstore.log_limit import LimitedWarning
@@ -200,6 +201,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Give back everything the client held, once it cannot write into slots any more."""
+        unlink_transport(self._transport)
         self._transport = None
         if self._slow_timer is not None:
             self._slow_timer.cancel()
@@ -376,7 +378,7 @@ class Connection(asyncio.BufferedProtocol):
                 )
                 return None if reserved is None else self._lent_slots(reserved)
             case Commit():
-                return self._slots.commit(request)
+                return self._slots.commit_at_once(request)
             case Ping() | NoteHints():
                 self._note_hints(request)
                 return Done()
@@ -424,8 +426,8 @@ class Connection(asyncio.BufferedProtocol):
                 return await answer_lease(self._manager, self._owner, request)
             case MatchAndLease():
                 return await answer_match_and_lease(self._manager, self._owner, request)
-            case Reserve():
-                return await self._reserve(request)
+            case Reserve() | Commit():
+                return await self._store(request)
             case Prefetch(about, timeout_us):
                 return Count(
                     await self._manager.prefetch(about.chain, part=about.part, timeout_s=timeout_us / 1e6)
@@ -450,7 +452,7 @@ class Connection(asyncio.BufferedProtocol):
                 )
                 return Report(json.dumps([report.as_dict() for report in reports]).encode())
             case ChangePolicy(plan):
-                before = self._manager.change_policy(plan)
+                before = await self._manager.change_policy(plan)
                 return Report(json.dumps({"before": before}).encode())
             case AdvanceEpoch(model):
                 return Count(await self._manager.advance_epoch(model))
@@ -493,7 +495,9 @@ class Connection(asyncio.BufferedProtocol):
             reason=fetched.reason,
         )
 
-    async def _reserve(self, request: Reserve) -> Lent:
+    async def _store(self, request: Reserve | Commit) -> Lent | Count:
+        if isinstance(request, Commit):
+            return await self._slots.commit(request)
         about = request.about
         reserved = await self._manager.reserve(
             about.chain,

@@ -21,8 +21,11 @@ from kvstore.tier import ALIGNMENT_BYTES, StorageKey, Tier
 _PLAN_BLOCKS = 16
 """Smallest plan: making room for one block at a time would walk the policy's order too often."""
 
-_STEP_BLOCKS = 512
-"""Most blocks planned for at once while others wait: about 2 ms of the loop. More take several plans."""
+_STEP_BLOCKS = 64
+"""Most blocks planned for at once while others wait: about 1 ms of the loop. More take several plans."""
+
+_DROP_BLOCKS = 256
+"""Most copies dropped from a tier below at once: for each the tier has a task to do on its threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +332,13 @@ class Space:
         *,
         by: NamespaceDigest | None = None,
     ) -> None:
-        """Forget READY copies in a lower tier: DROPPING while the tier works on it."""
+        """Forget READY copies in a lower tier, some at a time: DROPPING while the tier works on them."""
+        for start in range(0, len(entries), _DROP_BLOCKS):
+            await self._drop_some(tier, entries[start : start + _DROP_BLOCKS], reason, by)
+
+    async def _drop_some(
+        self, tier: Tier, entries: Sequence[BlockEntry], reason: MissReason, by: NamespaceDigest | None
+    ) -> None:
         state = self._state
         dropping = [entry for entry in entries if entry.is_ready(tier.name)]
         for entry in dropping:

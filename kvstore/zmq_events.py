@@ -139,7 +139,7 @@ class ZmqPublisher:
             await asyncio.wait([answering])
 
     def _take(self, batch: EventBatch) -> None:
-        self._next += batch.num_lost > 0  # a number that nobody gets: whoever counts sees that it misses some
+        self._next += bool(batch.lost)  # a number that nobody gets: whoever counts sees that it misses some
         self._publish([event.as_map(self._settings.hashes) for event in batch.events])
 
     def _publish(self, events: Sequence[Mapping[str, object]]) -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import gc
 import json
 import logging
 import math
@@ -18,6 +17,7 @@ from kvstore.cli.size_argument import size_argument
 from kvstore.config import Config, load_config, trace_settings
 from kvstore.core_dumps import become_undumpable, leave_no_core_file
 from kvstore.errors import InvalidConfig
+from kvstore.garbage import HeapKeeper
 from kvstore.kv_events import EventForm, HashForm
 from kvstore.log_limit import LimitedTracebacks
 from kvstore.running import serving
@@ -176,12 +176,13 @@ async def _serve(
         access_log=_access_log(args),
     ) as server:
         server.counters.traces = None if traces is None else traces.as_dict
-        # What is there by now stays: no collection looks at it again, which would take tens of milliseconds.
-        gc.collect()
-        gc.freeze()
-        places = {"socket": socket_path} | ({} if server.http_url is None else {"http": server.http_url})
-        _say("ready", f"kvstore: ready on {' and '.join(places.values())}", places, as_json=as_json)
-        await told_to_stop.wait()
+        keeper = HeapKeeper(server.num_ended_connections)
+        with keeper.keeping():
+            ticks = asyncio.create_task(keeper.tick_forever(), name="heap-keeper")
+            places = {"socket": socket_path} | ({} if server.http_url is None else {"http": server.http_url})
+            _say("ready", f"kvstore: ready on {' and '.join(places.values())}", places, as_json=as_json)
+            await told_to_stop.wait()
+            ticks.cancel()
     _say("stopped", "kvstore: stopped", places, as_json=as_json)
 
 

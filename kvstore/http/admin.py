@@ -88,7 +88,7 @@ async def epoch(call: Call) -> web.StreamResponse:
 
 async def policy(call: Call) -> web.StreamResponse:
     """Give tiers or namespaces other policies; blocks and leases stay."""
-    before = call.service.manager.change_policy(call.values.need_text("policy"))
+    before = await call.service.manager.change_policy(call.values.need_text("policy"))
     return json_answer({"before": before})
 
 

@@ -38,7 +38,8 @@ class Mailbox:
 
     def take_in(self, batch: EventBatch) -> None:
         """Keep what the caller may know of, as far as there is room."""
-        self._num_lost += batch.num_lost
+        for namespace, num_lost in batch.lost.items():
+            self._num_lost += num_lost if self._is_theirs(namespace) else 0
         for index, event in enumerate(batch.events):
             if not self._is_theirs(event.namespace):
                 continue

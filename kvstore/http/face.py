@@ -89,6 +89,10 @@ class HttpFace:
         """What it has seen."""
         return self._service.counters
 
+    def num_ended_connections(self) -> int:
+        """Connections that have ended since the start."""
+        return self.counters.connections - self.counters.open_connections
+
     @property
     def pending_body_bytes(self) -> int:
         """What bodies taken in whole take now, of requests under way."""

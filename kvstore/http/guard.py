@@ -12,6 +12,7 @@ import termios
 from collections.abc import Callable
 from typing import cast
 
+from kvstore.garbage import unlink_transport
 from kvstore.http.counters import HttpCounters
 from kvstore.http.limits import Limits
 
@@ -95,6 +96,7 @@ class Guard(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the timers, take back what was not read of, and pass it on."""
+        unlink_transport(self._transport)
         self._transport = None
         if exc is not None or self._stalled is not None or self._is_unread:
             for undo in self._undo:

@@ -44,11 +44,18 @@ def policy_named(name: str) -> NewPolicy:
     return POLICIES[spelled]
 
 
+def in_force(policy: EvictionPolicy) -> EvictionPolicy:
+    """Return the policy itself or, while one takes over from another, the one that does."""
+    successor: EvictionPolicy = getattr(policy, "successor", policy)
+    return successor
+
+
 def policy_name(policy: EvictionPolicy) -> str:
     """Return the name a configuration gives to policies of this kind; of one's own its class.
 
-    Where namespaces have policies of their own it is that of the others.
+    Where namespaces have policies of their own it is that of the others; while one takes over, its name.
     """
+    policy = in_force(policy)
     kind = type(policy.rest if isinstance(policy, NamespacePolicies) else policy)
     return next((name for name, known in POLICIES.items() if known is kind), kind.__name__)
 
@@ -66,6 +73,7 @@ __all__ = [
     "Offer",
     "PolicyCache",
     "Served",
+    "in_force",
     "policy_name",
     "policy_named",
 ]

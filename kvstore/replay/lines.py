@@ -3,7 +3,6 @@
 import gzip
 import io
 import json
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ MAX_LINE_BYTES = 64 * 2**20
 """Longest line that is read: a prompt of a million tokens in blocks of one token fits."""
 
 _MAX_ID_LENGTH = 256
+_MAX_NUMBER = 1e18
 _READ_BYTES = 2**20
 
 
@@ -25,7 +25,8 @@ class BadLine(Exception):
 class TraceLines:
     """The values of a file of JSON lines, with the number of the last line read.
 
-    ``skips``: bad lines are counted instead of raised.
+    ``skips``: bad lines are counted instead of raised. ``may_be_torn``: so are lines that are no JSON, as a
+    full disk or a crash leaves them in a log.
     """
 
     def __init__(self, file: BinaryIO, *, source: str, skips: bool = False) -> None:
@@ -34,6 +35,8 @@ class TraceLines:
         self.line_number = 0
         self.read_bytes = 0
         self.num_skipped = 0
+        self.may_be_torn = False
+        self.num_torn = 0
         self._file = file
         self._ahead: list[Any] = []  # Any: a JSON value
 
@@ -47,6 +50,11 @@ class TraceLines:
             self._ahead.append(value)
             return value
         raise InvalidTrace(f"{self.source}: is empty")
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a value was read that is still to be yielded."""
+        return bool(self._ahead)
 
     def __iter__(self) -> Iterator[Any]:  # Any: a JSON value
         """Yield each line's value; empty lines are passed over.
@@ -69,6 +77,9 @@ class TraceLines:
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
+                if self.may_be_torn:
+                    self.num_torn += 1
+                    continue
                 self.complain(BadLine(f"is no JSON ({_reason(error)})"))
                 continue
             yield value
@@ -97,7 +108,8 @@ class TraceLines:
 
     def notes(self) -> list[str]:
         """Say what was skipped."""
-        return [f"{self.num_skipped} bad lines skipped"] if self.num_skipped else []
+        counts = {"bad": self.num_skipped, "torn": self.num_torn}
+        return [f"{count} {kind} lines skipped" for kind, count in counts.items() if count]
 
     def _where(self, what: str) -> str:
         return f"{self.source}: line {self.line_number}: {what}"
@@ -141,7 +153,7 @@ def number(fields: Mapping[str, Any], name: str, *, default: float | None = None
         BadLine: it is not there and has no default, or is something else.
     """
     value = fields.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_NUMBER:
         raise BadLine(_expected(fields, name, "a number"))
     return float(value)
 

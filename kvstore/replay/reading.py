@@ -11,7 +11,8 @@ from kvstore.replay.lines import TraceLines, open_lines
 from kvstore.replay.request_lines import BAILIAN_BLOCK_TOKENS, MOONCAKE_BLOCK_TOKENS, HashedLines
 from kvstore.replay.trace import Trace, TraceBuilder, TraceRequest
 
-FORMATS = ("mooncake", "bailian", "vllm", "access-log")
+ACCESS_LOG = "access-log"
+FORMATS = ("mooncake", "bailian", "vllm", ACCESS_LOG)
 """The formats by name."""
 
 _REPORT_EVERY = 256
@@ -37,8 +38,8 @@ def read_trace(
         InvalidTrace: it cannot be read, a line is bad, or there is no request in it.
     """
     with open_lines(path, skips=skip_bad_lines) as lines:
-        first = lines.peek()
-        chosen = format_name or _format_of(first, lines.source)
+        chosen = format_name or _format_in(lines)
+        lines.may_be_torn = chosen == ACCESS_LOG
         reader = _reader(chosen, block_tokens)
         builder = TraceBuilder(source=lines.source, format_name=chosen)
         for request in itertools.islice(reader.read(lines), max_requests):
@@ -83,11 +84,34 @@ def _reader(format_name: str, block_tokens: int | None) -> _Reader:
             raise InvalidTrace(f"format {format_name!r} is unknown, expected one of {', '.join(FORMATS)}")
 
 
+def _format_in(lines: TraceLines) -> str:
+    """Return the format of a trace by its first line; of a log that line may be torn."""
+    try:
+        return _format_of(lines.peek(), lines.source)
+    except InvalidTrace as error:
+        if _is_torn_log(lines):
+            return ACCESS_LOG
+        raise error from None
+
+
+def _is_torn_log(lines: TraceLines) -> bool:
+    """Whether the first line is no JSON, and the next begins an access log."""
+    if lines.line_number != 1 or lines.is_ahead:
+        return False
+    lines.may_be_torn = True
+    try:
+        is_log = _format_of(lines.peek(), lines.source) == ACCESS_LOG
+    except InvalidTrace:
+        return False
+    lines.num_torn += is_log
+    return is_log
+
+
 def _format_of(value: Any, source: str) -> str:  # Any: a JSON value
     """Return the format of a trace that begins with this value."""
     if isinstance(value, dict):
         if MARK in value:
-            return "access-log"
+            return ACCESS_LOG
         if "hash_ids" in value:
             return "bailian" if "chat_id" in value else "mooncake"
     if is_event_line(value):

@@ -1,13 +1,15 @@
 """The access log has each request once, under names that tell nothing, and is never in the way."""
 
 import json
+import math
+import os
 
 import pytest
 
 from kvstore import KVLayout, Namespace
 from kvstore import access_log as access_log_module
 from kvstore.access_log import MIN_MAX_BYTES, Access, AccessLog
-from kvstore.errors import InvalidConfig
+from kvstore.errors import InvalidConfig, InvalidTrace
 from kvstore.layout import Part
 from kvstore.replay import read_trace
 
@@ -118,7 +120,7 @@ def test_a_chain_whose_beginning_was_not_seen_is_counted_as_dropped(log):
     log.note(Access.LOOK, chain(5))
 
     assert log.requests() == [[0]]
-    assert log.log.as_dict() == {"lines": 1, "dropped": 1}
+    assert log.log.as_dict() == {"lines": 1, "dropped": 1, "unwritten": 0}
 
 
 def test_nothing_in_the_file_is_a_key_and_nothing_is_the_same_in_two_files(tmp_path):
@@ -174,7 +176,7 @@ def test_a_request_that_never_ends_is_cut(tmp_path, monkeypatch):
         log.note(Access.STORE, whole[number : number + 1])
 
     assert log.requests() == [[0, 1, 2, 3]]
-    assert log.log.as_dict() == {"lines": 1, "dropped": 4}
+    assert log.log.as_dict() == {"lines": 1, "dropped": 4, "unwritten": 0}
 
 
 def test_a_file_that_is_there_is_gone_on_with(tmp_path):
@@ -198,28 +200,87 @@ def test_what_comes_too_fast_is_dropped_and_counted(tmp_path, monkeypatch):
         log.note(Access.LOOK, chain(*range(6)))
 
     assert len(log.requests()) == 2
-    assert log.log.as_dict() == {"lines": 2, "dropped": 3}
+    assert log.log.as_dict() == {"lines": 2, "dropped": 3, "unwritten": 0}
 
 
-def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path):
+def test_a_full_disk_stops_the_start():
     with pytest.raises(InvalidConfig, match="No space left"):
         AccessLog("/dev/full").start()
 
 
-def test_a_fault_while_it_runs_is_a_warning(tmp_path, monkeypatch, caplog):
-    log = Log(tmp_path / "access.jsonl")
+class Disk:
+    """A disk that is full after so many more bytes, as long as it is small."""
 
-    def full(*_):
-        raise OSError(28, "No space left on device")
+    def __init__(self, monkeypatch):
+        self.left_bytes = None
+        self._write = os.write
+        monkeypatch.setattr(access_log_module.os, "write", self.write)
 
-    monkeypatch.setattr(access_log_module.os, "write", full)
-    log.note(Access.LOOK, chain(1))
-    log.log.close()
-    monkeypatch.undo()
-    log.note(Access.LOOK, chain(1))
+    def write(self, fd, data):
+        if self.left_bytes is None:
+            return self._write(fd, data)
+        if not self.left_bytes:
+            raise OSError(28, "No space left on device")
+        written = self._write(fd, data[: self.left_bytes])
+        self.left_bytes -= written
+        return written
 
-    assert "No space left on device: nothing more is written" in caplog.text
-    assert log.log.as_dict() == {"lines": 0, "dropped": 1}
+
+def written(log, *first_tokens):
+    """Have a request written at once, or lost."""
+    log.note(Access.LOOK, chain(*first_tokens))
+    log.log._work()
+    log.log._end_requests(math.inf)
+
+
+def test_a_log_goes_on_when_a_full_disk_has_room_again(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(access_log_module, "_POLL_S", 3600.0)
+    log, disk = Log(tmp_path / "access.jsonl"), Disk(monkeypatch)
+    written(log, 1, 2)
+    disk.left_bytes = 15
+    for number in range(4):
+        written(log, 10 + number)
+    disk.left_bytes = None
+    log.now_s += 10
+    written(log, 1, 2, 3)
+
+    assert log.requests() == [[0, 1], [0, 1, 2]]
+    assert log.log.as_dict() == {"lines": 2, "dropped": 0, "unwritten": 4}
+    assert caplog.text.count("No space left on device: requests are lost until it can be written") == 1
+    assert caplog.text.count("goes on; 4 requests were lost") == 1
+    assert read_trace(str(log.path)).notes == ("1 torn lines skipped",)
+
+
+def test_a_log_goes_on_when_its_next_file_cannot_be_made_for_a_while(tmp_path, monkeypatch):
+    monkeypatch.setattr(access_log_module, "_POLL_S", 3600.0)
+    log = Log(tmp_path / "access.jsonl", max_bytes=MIN_MAX_BYTES)
+    (tmp_path / "access.jsonl.1").mkdir()
+    for number in range(3):
+        log.now_s += 10
+        written(log, *range(number, number + 2000))
+    assert log.path.stat().st_size < MIN_MAX_BYTES
+    (tmp_path / "access.jsonl.1").rmdir()
+    log.now_s += 10
+    written(log, 5, 6)
+
+    assert log.requests() == [[0, 1]]
+    assert log.log.as_dict()["unwritten"] + log.log.as_dict()["lines"] == 4
+    assert list(read_trace(str(tmp_path / "access.jsonl.1")).chains())
+
+
+def test_a_log_whose_first_line_is_torn_is_read(tmp_path):
+    path = tmp_path / "access.jsonl"
+    path.write_text('{"kvstore_acc')
+    log = Log(path)
+    log.note(Access.LOOK, chain(1, 2))
+    assert log.requests() == [[0, 1]]
+
+
+def test_a_file_that_is_no_log_is_not_taken_for_a_torn_one(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"torn\n{"timestamp": 0, "hash_ids": [1]}\n')
+    with pytest.raises(InvalidTrace, match="line 1: is no JSON"):
+        read_trace(str(path))
 
 
 @pytest.mark.parametrize(

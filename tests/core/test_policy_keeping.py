@@ -208,7 +208,7 @@ async def test_another_policy_keeps_every_block_and_every_lease(name):
         await manager.flush(timeout_s=30)
         leased = await manager.fetch(chains[0], owner=harness.owner)
 
-        assert manager.change_policy(name) == "gittins"
+        assert await manager.change_policy(name) == "gittins"
 
         assert manager.stats()["policy"] == name
         assert await manager.check() == []
@@ -223,14 +223,14 @@ async def test_another_policy_keeps_every_block_and_every_lease(name):
 async def test_the_order_of_the_policy_before_is_gone_on_with():
     first, second = SPACE.chain(list(range(16))), SPACE.chain(list(range(100, 116)))
     async with running(blocks=16) as harness:
-        harness.manager.change_policy("lru")
+        await harness.manager.change_policy("lru")
         await harness.put(first)
         await harness.put(second)
         await harness.fetch(first)
 
         before = list(harness.manager.policy_of("dram").candidates(now_s=1e9))
 
-        harness.manager.change_policy("fifo")
+        await harness.manager.change_policy("fifo")
 
         assert list(harness.manager.policy_of("dram").candidates(now_s=1e9)) == before
         assert {name[:32] for name in before[:4]} == set(second.keys)
@@ -239,6 +239,6 @@ async def test_the_order_of_the_policy_before_is_gone_on_with():
 async def test_a_policy_that_there_is_not_changes_nothing():
     async with running(blocks=16) as harness:
         with pytest.raises(InvalidRequest, match="'none' is unknown"):
-            harness.manager.change_policy("none")
+            await harness.manager.change_policy("none")
 
         assert harness.manager.stats()["policy"] == "gittins"

@@ -157,7 +157,7 @@ def test_a_client_that_does_not_read_loses_events_and_is_told_how_many_blocks(ev
 
     for _ in range(_QUEUE_EVENTS + 3):
         mailbox.take_in(EventBatch([event]))
-    mailbox.take_in(EventBatch([], num_lost=5))
+    mailbox.take_in(EventBatch([], {OURS.digest: 5}))
 
     told = mailbox.empty().decode()
     assert told.startswith('event: lost\ndata: {"blocks": 11}\n\n')
@@ -239,6 +239,25 @@ async def test_a_full_queue_is_told_as_a_gap():
             feed._changes._limit = 2
             await client.store(Namespace("m", LAYOUT).chain(list(range(20))))
             await until(lambda: batches)
+    digest = Namespace("m", LAYOUT).digest
 
-    assert sum(batch.num_lost for batch in batches) == 3
+    assert sum(batch.lost.get(digest, 0) for batch in batches) == 3
     assert sum(len(event.keys) for batch in batches for event in batch.events) == 2
+
+
+async def test_a_subscriber_is_told_of_what_it_lost_and_not_of_what_others_did():
+    async with (
+        keyed_store() as store,
+        store.client(key_of("acme", Scope.READ, Scope.WRITE, Scope.ADMIN)) as ours,
+        store.client(key_of("other", Scope.READ, Scope.WRITE, Scope.ADMIN)) as theirs,
+    ):
+        await ours.open(OURS)
+        await theirs.open(THEIRS)
+        async with stream(ours) as our_events, stream(theirs) as their_events:
+            store.face._service.feed._changes._limit = 2
+            await ours.store(OURS.chain(list(range(20))))
+            assert await asyncio.wait_for(our_events(), 30) == ("lost", {"blocks": 3})
+            # The first that the other one hears of is its own.
+            await theirs.store(THEIRS.chain([9, 9, 9, 9]))
+            kind, told = await asyncio.wait_for(their_events(), 30)
+            assert (kind, told["namespace"]) == ("message", THEIRS.digest.hex())
