@@ -4,6 +4,7 @@ What needs no I/O has a form that answers at once, so that a server need not mak
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 from kvstore.directory import BlockEntry, Shelf
@@ -142,7 +143,7 @@ class Fetcher:
         entries = self._all_on_top(chain, part)
         if not entries:
             return None
-        self._note_fetch(chain, part)
+        self._state.afterwards.do(partial(self._note_fetch, chain, part))
         return self._granter.seen(entries, chain.block_tokens, hints)
 
     async def fetch(

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvstore.afterwards import Afterwards
 from kvstore.beliefs import Beliefs
 from kvstore.counters import Counters
 from kvstore.directory import BlockEntry, Copy, CopyState, Directory, Gone, Shelf
@@ -82,6 +83,7 @@ class State:
     overwrite: Callable[[Sequence[Slot]], None] | None = None
     beliefs: dict[str, Beliefs] = field(default_factory=dict)
     size_curve: SizeCurve | None = None
+    afterwards: Afterwards = field(default_factory=Afterwards)
 
     def all_tiers(self) -> list[SlotTier | Tier]:
         """All tiers, fastest first."""
