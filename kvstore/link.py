@@ -115,8 +115,10 @@ class Link:
         """Whether no exchange is half done."""
         return self._is_clean
 
-    def ask(self, request: Request, deadline_s: float) -> Answer:
-        """Send a request and return its answer.
+    def ask(
+        self, request: Request, deadline_s: float, meanwhile: Callable[[], object] | None = None
+    ) -> Answer:
+        """Send a request and return its answer; ``meanwhile`` is done before that is waited for.
 
         Raises:
             InvalidRequest: the request is too large; nothing was sent.
@@ -131,6 +133,8 @@ class Link:
         self._is_clean = False
         try:
             self._send(data, deadline_s)
+            if meanwhile is not None:
+                meanwhile()
             frame = self._receive(deadline_s)
         except TimeoutError as error:
             raise TimedOut(f"server: no answer to {type(request).__name__} in time") from error
