@@ -12,13 +12,15 @@ starts at a multiple of their size. All of this is an attempt: what fails costs 
 import contextlib
 import ctypes
 import mmap
+import time
 
 import numpy as np
 
 HUGE_PAGE_BYTES = 2 << 20
 
 _MADV_COLLAPSE = 25
-_CHUNK_BYTES = 64 << 20
+_PATIENCE_S = 0.25
+_S_PER_BYTE = 1.0 / (1 << 30)
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 
@@ -72,7 +74,8 @@ def _map_aligned(fd: int, size_bytes: int, flags: int, protection: int) -> tuple
 def use_huge_pages(fd: int, size_bytes: int) -> int:
     """Have the kernel back a file with huge pages as far as it can; returns how many bytes. Blocks.
 
-    Costs what touching the memory costs. To be done before small pages are in it, which would be copied.
+    To be done before small pages are in it, which would be copied. Where memory is in pieces the kernel moves
+    other pages away first: that is given up once it takes longer than ``_PATIENCE_S`` and ``_S_PER_BYTE``.
     """
     whole_bytes = size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if not whole_bytes:
@@ -82,10 +85,12 @@ def use_huge_pages(fd: int, size_bytes: int) -> int:
     except OSError:
         return 0
     done_bytes = 0
+    until_s = time.monotonic() + _PATIENCE_S + whole_bytes * _S_PER_BYTE
     with mapping, contextlib.suppress(OSError):
-        for done_bytes in range(0, whole_bytes, _CHUNK_BYTES):
-            mapping.madvise(_MADV_COLLAPSE, start + done_bytes, min(_CHUNK_BYTES, whole_bytes - done_bytes))
-        return whole_bytes
+        while done_bytes < whole_bytes and time.monotonic() < until_s:
+            mapping[start + done_bytes] = 0  # the kernel makes none of a range without any page
+            mapping.madvise(_MADV_COLLAPSE, start + done_bytes, HUGE_PAGE_BYTES)
+            done_bytes += HUGE_PAGE_BYTES
     return done_bytes
 
 

@@ -62,7 +62,7 @@ def test_a_file_is_mapped_all_the_same_where_its_place_cannot_be_chosen(
 
 def test_as_many_huge_pages_are_made_as_the_kernel_has(fd: int) -> None:
     huge_bytes = use_huge_pages(fd, SIZE)
-    assert huge_bytes in {0, 2 * HUGE_PAGE_BYTES}
+    assert huge_bytes in {0, HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES}
     assert use_huge_pages(fd, 4096) == 0
     assert os.pread(fd, 4, SIZE - 4) == bytes(4)
 
