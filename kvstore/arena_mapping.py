@@ -12,6 +12,7 @@ starts at a multiple of their size. All of this is an attempt: what fails costs 
 import contextlib
 import ctypes
 import mmap
+import os
 import time
 
 import numpy as np
@@ -88,7 +89,8 @@ def use_huge_pages(fd: int, size_bytes: int) -> int:
     until_s = time.monotonic() + _PATIENCE_S + whole_bytes * _S_PER_BYTE
     with mapping, contextlib.suppress(OSError):
         while done_bytes < whole_bytes and time.monotonic() < until_s:
-            mapping[start + done_bytes] = 0  # the kernel makes none of a range without any page
+            # The kernel makes none of a range without any page. A write fails where a store would be a crash.
+            os.pwrite(fd, b"\0", done_bytes)
             mapping.madvise(_MADV_COLLAPSE, start + done_bytes, HUGE_PAGE_BYTES)
             done_bytes += HUGE_PAGE_BYTES
     return done_bytes
