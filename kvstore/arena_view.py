@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.arena_mapping import map_file
 from kvstore.checksum import checksum
 from kvstore.errors import InvalidRequest, ProtocolMismatch
 from kvstore.tier import ALIGNMENT_BYTES
@@ -106,16 +107,19 @@ def open_read_only(fd: int) -> int:
 class ArenaView:
     """A mapping of an arena. Views it lends stay valid until dropped, also after ``close``."""
 
-    def __init__(self, mapping: mmap.mmap, arena_format: ArenaFormat, *, is_writable: bool) -> None:
+    def __init__(
+        self, mapping: mmap.mmap, start: int, arena_format: ArenaFormat, *, is_writable: bool
+    ) -> None:
         self.format = arena_format
         self._map = mapping
-        self._bytes: memoryview | None = memoryview(mapping)
-        self._array: npt.NDArray[np.uint8] | None = np.frombuffer(mapping, np.uint8)
+        total_bytes = arena_format.total_bytes
+        self._bytes: memoryview | None = memoryview(mapping)[start : start + total_bytes]
+        self._array: npt.NDArray[np.uint8] | None = np.frombuffer(mapping, np.uint8, total_bytes, start)
         self._slots_offset = arena_format.slots_offset
         self._total_bytes = arena_format.total_bytes
         self._num_pages = arena_format.capacity_bytes // ALIGNMENT_BYTES
-        start = arena_format.generations_offset
-        table = self._bytes[start : start + self._num_pages * GENERATION_BYTES]
+        first = arena_format.generations_offset
+        table = self._bytes[first : first + self._num_pages * GENERATION_BYTES]
         self._generations: memoryview | None = table.cast("I")
         self._is_writable = is_writable
 
@@ -134,10 +138,8 @@ class ArenaView:
             raise ProtocolMismatch("arena: the file that was sent is not sealed against a change of size")
         file_bytes = os.fstat(fd).st_size
         arena_format = ArenaFormat.unpack(os.pread(fd, ALIGNMENT_BYTES, 0), file_bytes=file_bytes)
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
-        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if is_prefaulted else 0)
         try:
-            mapping = mmap.mmap(fd, file_bytes, flags=flags, prot=protection)
+            mapping, start = map_file(fd, file_bytes, is_writable=is_writable, is_prefaulted=is_prefaulted)
             # Blocks are prompts: no core dump of server or client holds them.
             mapping.madvise(mmap.MADV_DONTDUMP)
         except OSError as error:
@@ -145,7 +147,7 @@ class ArenaView:
                 f"arena: {file_bytes} bytes cannot be mapped: {error.strerror}: "
                 "raise the limit on address space (ulimit -v)"
             ) from error
-        return cls(mapping, arena_format, is_writable=is_writable)
+        return cls(mapping, start, arena_format, is_writable=is_writable)
 
     @property
     def instance(self) -> bytes:

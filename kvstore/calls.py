@@ -63,7 +63,7 @@ from kvstore.messages import (
 from kvstore.miss import MissReason
 from kvstore.results import BlockReport, EraseReport, PrefixMatch, PutResult
 from kvstore.tenant import TenantId
-from kvstore.transfer import Bytes, SlotReader, write_slots
+from kvstore.transfer import Bytes, SlotReader, SumsAhead, write_slots
 from kvstore.wire import MAX_KEYS
 
 WINDOW_BYTES = 128 << 20
@@ -93,9 +93,13 @@ class FetchResult:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Step: send a request, give back its answer."""
+    """Step: send a request, give back its answer.
+
+    ``meanwhile`` is work of some ten microseconds that may be done, or not, while the server makes it.
+    """
 
     request: Request
+    meanwhile: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +157,14 @@ class Session(Protocol):
         """Count a block whose bytes were wrong."""
 
 
-def ask_for(request: Request, expected: type[A]) -> Plan[A]:
+def ask_for(request: Request, expected: type[A], meanwhile: Callable[[], object] | None = None) -> Plan[A]:
     """Ask, and return the answer if it is of the expected kind.
 
     Raises:
         KVStoreError: the error that the server answered with.
         ProtocolMismatch: an answer of another kind.
     """
-    answer = yield Ask(request)
+    answer = yield Ask(request, meanwhile)
     if isinstance(answer, Failed):
         raise answer.to_error()
     if not isinstance(answer, expected):
@@ -363,10 +367,15 @@ def hint_plan(session: Session, chain: PrefixChain, part: Part | None, hints: Hi
 
 
 def ask_for_slots(
-    session: Session, about: ChainRef, start: int, tally: PutTally, hints: Hints | None
+    session: Session,
+    about: ChainRef,
+    start: int,
+    tally: PutTally,
+    hints: Hints | None,
+    meanwhile: Callable[[], object] | None = None,
 ) -> Plan[Lent]:
     """Ask for slots for the blocks that are not stored; ``start`` is where the blocks are in the tally."""
-    lent = yield from ask_for(Reserve(about, server_timeout_us(session), hints), Lent)
+    lent = yield from ask_for(Reserve(about, server_timeout_us(session), hints), Lent, meanwhile)
     room = len(about.chain) - lent.present
     if len(lent.slots) > room or (lent.slots and lent.slots[-1].position >= len(about.chain)):
         raise ProtocolMismatch("answer: lent slots do not fit the request")
@@ -390,8 +399,9 @@ def put_plan(
     window = window_blocks(length_bytes)
     for start in range(0, len(chain), window):
         about = ChainRef(chain if window >= len(chain) else chain[start : start + window], part)
+        ahead = SumsAhead(payloads[start : start + window])
         try:
-            lent = yield from ask_for_slots(session, about, start, tally, hints)
+            lent = yield from ask_for_slots(session, about, start, tally, hints, ahead.begin)
         except (TierFull, TierUnavailable) as error:
             tally.note_reason(miss_reason(error))
             return
@@ -403,6 +413,7 @@ def put_plan(
                 start=start,
                 payloads=payloads[start:],
                 checksums=None if checksums is None else checksums[start:],
+                ahead=ahead,
                 tally=tally,
             )
         if len(lent.slots) < len(about.chain) - lent.present:
@@ -420,6 +431,7 @@ def _write_and_commit(
     start: int,
     payloads: Sequence[Bytes],
     checksums: Sequence[int] | None,
+    ahead: SumsAhead,
     tally: PutTally,
 ) -> Plan[None]:
     unused = slots
@@ -429,7 +441,7 @@ def _write_and_commit(
         expected = None if checksums is None else [checksums[slot.position] for slot in slots]
 
         def copy(should_stop: Callable[[], bool]) -> list[WrittenSlot]:
-            return write_slots(arena, slots, sources, should_stop, expected=expected)
+            return write_slots(arena, slots, sources, should_stop, expected=expected, ahead=ahead)
 
         written: list[WrittenSlot] = yield Work(copy, sum(map(len, sources)))
         if written:

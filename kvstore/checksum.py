@@ -50,9 +50,9 @@ class RunningChecksum:
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_64()
 
-    def add(self, piece: memoryview) -> None:
+    def add(self, piece: memoryview | npt.NDArray[np.uint8]) -> None:
         """Add the bytes of a piece; releases the GIL."""
-        self._digest.update(piece)
+        self._digest.update(piece)  # type: ignore[arg-type]  # takes any buffer
 
     @property
     def value(self) -> int:
@@ -109,21 +109,26 @@ def copy_array_with_source_checksum(
     *,
     may_go_on: Callable[[], bool] = lambda: True,
     step_bytes: int = SOURCE_STEP_BYTES,
+    begun: RunningChecksum | None = None,
 ) -> int | None:
-    """As ``copy_with_source_checksum``, of flat arrays of one length."""
+    """As ``copy_with_source_checksum``, of flat arrays of one length.
+
+    ``begun``, of more than one step, has summed the first ``step_bytes`` of the source.
+    """
     if len(origin) <= step_bytes:
         if not may_go_on():
             return None
         np.copyto(target, origin)
         return xxhash.xxh3_64_intdigest(origin)  # type: ignore[arg-type]  # takes any buffer
-    digest = xxhash.xxh3_64()
+    digest = RunningChecksum() if begun is None else begun
     for start in range(0, len(origin), step_bytes):
         if not may_go_on():
             return None
         window = origin[start : start + step_bytes]
         np.copyto(target[start : start + step_bytes], window)
-        digest.update(window)  # type: ignore[arg-type]  # takes any buffer
-    return digest.intdigest()
+        if start or begun is None:
+            digest.add(window)
+    return digest.value
 
 
 def _paired(

@@ -4,6 +4,7 @@ What needs no I/O has a form that answers at once, so that a server need not mak
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 from kvstore.directory import BlockEntry, Shelf
@@ -142,8 +143,7 @@ class Fetcher:
         entries = self._all_on_top(chain, part)
         if not entries:
             return None
-        self._note_fetch(chain, part)
-        self._note_found(chain, part, len(chain.keys))
+        self._state.afterwards.do(partial(self._note_peek, chain, part))
         return self._granter.seen(entries, chain.block_tokens, hints)
 
     async def fetch(
@@ -232,6 +232,10 @@ class Fetcher:
         branches = self._state.branches
         if branches is not None:
             branches.note_fetch(self._state.directory.shelf(chain.namespace, part), chain, num_hits)
+
+    def _note_peek(self, chain: PrefixChain, part: Part | None) -> None:
+        self._note_fetch(chain, part)
+        self._note_found(chain, part, len(chain.keys))
 
     def _note_fetch(self, chain: PrefixChain, part: Part | None) -> None:
         curve = self._state.size_curve

@@ -1,6 +1,7 @@
 """Granter: leases of READY blocks in the top tier, within the share of it that each namespace may keep."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from kvstore.directory import BlockEntry, Copy, Shelf
@@ -81,9 +82,13 @@ class Granter:
         for copy in copies:
             if copy.generation is None:
                 self._note_generation(copy)
-        self._note_use(entries, hints)
-        self._state.counters.fetch.count_hits(len(entries), top, block_tokens=block_tokens)
+        self._state.afterwards.do(partial(self._note_hits, entries, hints, block_tokens))
         return ReadyCopies(copies, entries[0].length_bytes, top, lease)
+
+    def _note_hits(self, entries: Sequence[BlockEntry], hints: Hints | None, block_tokens: int) -> None:
+        self._note_use(entries, hints)
+        top = self._state.top.name
+        self._state.counters.fetch.count_hits(len(entries), top, block_tokens=block_tokens)
 
     def leading_on_top(
         self, owner: Owner, shelf: Shelf, chain: PrefixChain
@@ -117,9 +122,7 @@ class Granter:
         if not blocks:
             return Fetched((), None, None)
         entries = [shelf.entries[key] for key in chain.keys[: len(blocks)]]
-        self._note_use(entries, hints)
-        top = self._state.top.name
-        self._state.counters.fetch.count_hits(len(entries), top, block_tokens=chain.block_tokens)
+        self._note_hits(entries, hints, chain.block_tokens)
         return Fetched(blocks, lease, None)
 
     def renew(self, lease: LeaseId, owner: Owner) -> float:

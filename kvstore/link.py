@@ -119,8 +119,10 @@ class Link:
         """Whether no exchange is half done."""
         return self._is_clean
 
-    def ask(self, request: Request, deadline_s: float) -> Answer:
-        """Send a request and return its answer.
+    def ask(
+        self, request: Request, deadline_s: float, meanwhile: Callable[[], object] | None = None
+    ) -> Answer:
+        """Send a request and return its answer; ``meanwhile`` is done before that is waited for.
 
         Raises:
             InvalidRequest: the request is too large; nothing was sent.
@@ -129,13 +131,19 @@ class Link:
         """
         span = begin_call(request) if self._takes_traces else None
         if span is None:
-            return self._ask(request, deadline_s, None)
+            return self._ask(request, deadline_s, meanwhile, None)
         with span:
-            answer = self._ask(request, deadline_s, span.context)
+            answer = self._ask(request, deadline_s, meanwhile, span.context)
             note_answer(span, answer)
             return answer
 
-    def _ask(self, request: Request, deadline_s: float, trace: TraceContext | None) -> Answer:
+    def _ask(
+        self,
+        request: Request,
+        deadline_s: float,
+        meanwhile: Callable[[], object] | None,
+        trace: TraceContext | None,
+    ) -> Answer:
         request_id = self._next_id
         self._next_id += 1
         data = encode_message(request, request_id, trace=trace)
@@ -144,6 +152,8 @@ class Link:
         self._is_clean = False
         try:
             self._send(data, deadline_s)
+            if meanwhile is not None:
+                meanwhile()
             frame = self._receive(deadline_s)
         except TimeoutError as error:
             raise TimedOut(f"server: no answer to {type(request).__name__} in time") from error

@@ -95,6 +95,7 @@ class BlockManager:
         self._state.branches = branches
         if new_size_curve is not None:
             self._state.size_curve = new_size_curve(largest_size_bytes(self._state))
+        self.afterwards = self._state.afterwards
         self._mover = Mover(self._state)
         self._space = Space(self._state, self._mover)
         self._loader = Loader(self._state, self._space, self._mover.write_through)
@@ -213,8 +214,7 @@ class BlockManager:
     async def match_and_lease(
         self, chain: PrefixChain, *, owner: Owner, part: Part | None = None, timeout_s: float | None = None
     ) -> MatchedLease:
-        """Match, and lease of the stored leading blocks those that are in the top tier, up to the first that
-        is not.
+        """Match, and lease the leading blocks that are in the top tier, up to the first that is not.
 
         Raises:
             InvalidRequest: the namespace is not open.

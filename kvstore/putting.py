@@ -6,6 +6,7 @@ complete in itself, and between two slices others have their turn.
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvstore.directory import BlockEntry, Copy, CopyState, Gone, Shelf
 from kvstore.errors import InvalidRequest, TierFull
@@ -168,12 +169,15 @@ class Putter:
             hint,
         )
         if missing:
-            now_s = self._state.clock()
-            for tier, policy in self._state.policies.items():
-                policy.offer(offer, now_s=now_s)
-                if tier != self._state.top.name:
-                    policy.refuse(offer, now_s=now_s)  # it comes there from above, if at all
+            self._state.afterwards.do(partial(self._tell_policies, offer))
         return offer
+
+    def _tell_policies(self, offer: Offer) -> None:
+        now_s = self._state.clock()
+        for tier, policy in self._state.policies.items():
+            policy.offer(offer, now_s=now_s)
+            if tier != self._state.top.name:
+                policy.refuse(offer, now_s=now_s)  # it comes there from above, if at all
 
     def _share_left(self, owner: Owner, shelf: Shelf) -> int:
         """Return how many more slots an owner may have lent: a frozen one must not keep all from others."""
@@ -186,7 +190,7 @@ class Putter:
         if self._state.size_curve is not None:
             self._state.size_curve.note_put(shelf, chain)
         if len(missing) < len(chain):
-            self._touch(shelf, chain, hint)
+            self._state.afterwards.do(partial(self._touch, shelf, chain, hint))
 
     def _lend_missing(
         self,
@@ -227,7 +231,8 @@ class Putter:
             if worth < len(offer.blocks):
                 parent = offer.blocks[worth - 1] if worth else offer.parent
                 refused = offer._replace(blocks=offer.blocks[worth:], parent=parent)
-                state.policies[state.top.name].refuse(refused, now_s=state.clock())
+                policy = state.policies[state.top.name]
+                state.afterwards.do(partial(policy.refuse, refused, now_s=state.clock()))
         self._lend(owner, slots, shelf.length_bytes)
         lent = tuple(map(ReservedSlot, missing, slots, state.top.generations(slots)))
         return Reserved(lent, present, shelf.length_bytes, reason)
@@ -364,7 +369,7 @@ class Putter:
             parent, depth = key, depth + 1
         state.free_slots(unused)
         self._note_generations(copies)
-        self._note_stored(shelf, stored, num_others=len(slots) - len(stored))
+        state.afterwards.do(partial(self._note_stored, shelf, stored, num_others=len(slots) - len(stored)))
         state.freed.set()
         return Published(len(stored), num_late)
 

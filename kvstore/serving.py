@@ -153,6 +153,7 @@ class Connection(asyncio.BufferedProtocol):
     ) -> None:
         self._access_log = access_log
         self._manager = manager
+        self._afterwards = manager.afterwards
         self._records = records
         self._decoder = decoder
         self._counters = counters
@@ -350,15 +351,21 @@ class Connection(asyncio.BufferedProtocol):
         self._pump()
 
     def _answer_at_once(self, request: Request, request_id: int) -> bool:
-        """Answer what needs no waiting; False if the request is none of those."""
+        """Answer what needs no waiting; False if the request is none of those.
+
+        What the answer need not wait for is done behind it, and before anything else of the loop.
+        """
+        self._afterwards.begin()
         try:
             answer = self._immediate_answer(request)
+            if answer is not None:
+                self._send(answer, request_id)
+            return answer is not None
         except KVStoreError as error:
             self._refuse(error, request_id)
             return True
-        if answer is not None:
-            self._send(answer, request_id)
-        return answer is not None
+        finally:
+            self._afterwards.settle()
 
     def _immediate_answer(self, request: Request) -> Answer | None:
         match request:

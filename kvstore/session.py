@@ -1,6 +1,7 @@
 """One call of a blocking client, carried out step by step on one connection."""
 
 import time
+from collections.abc import Callable
 from typing import TypeVar
 
 from kvstore.arena_link import MappedArena
@@ -73,7 +74,7 @@ class CallSession:
     def carry_out(self, step: Step) -> Answer | object:
         """Do what a plan asks for, and return what it gets."""
         if isinstance(step, Ask):
-            return self._ask(step.request)
+            return self._ask(step.request, step.meanwhile)
         if isinstance(step, Tell):
             self._link.tell(step.message)
             return None
@@ -87,9 +88,12 @@ class CallSession:
                 raise answer.to_error()
             self._link.opened.add(self._namespace.digest)
 
-    def _ask(self, request: Request) -> Answer:
+    def _ask(self, request: Request, meanwhile: Callable[[], object] | None) -> Answer:
         """Ask, once more if the server has forgotten the namespace meanwhile."""
-        answer = self._link.ask(request, self._deadline_s)
+        if meanwhile is not None and isinstance(self._link, Link):
+            answer = self._link.ask(request, self._deadline_s, meanwhile)
+        else:
+            answer = self._link.ask(request, self._deadline_s)
         if self._namespace is not None and _is_forgotten(answer):
             self.open_namespace()
             answer = self._link.ask(request, self._deadline_s)

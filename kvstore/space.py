@@ -214,6 +214,7 @@ class Space:
         high = state.settings.high_water_ratio * top.capacity_bytes
         if top.used_bytes + size_bytes <= high or not self._may_refuse:
             return len(offer.blocks)
+        state.afterwards.settle()  # the policy has to know of the offer
         plan = plan_departures(
             state,
             top.name,

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvstore.afterwards import Afterwards
 from kvstore.beliefs import Beliefs
 from kvstore.branches import Branches
 from kvstore.counters import Counters
@@ -87,6 +88,7 @@ class State:
     overwrite: Callable[[Sequence[Slot]], None] | None = None
     beliefs: dict[str, Beliefs] = field(default_factory=dict)
     size_curve: SizeCurve | None = None
+    afterwards: Afterwards = field(default_factory=Afterwards)
     branches: Branches | None = None
 
     @classmethod

@@ -11,7 +11,7 @@ from kvstore import checksum as checksum_module
 from kvstore.checksum import SOURCE_STEP_BYTES, checksum
 from kvstore.errors import InvalidRequest
 from kvstore.messages import LentSlot, ReadySlot
-from kvstore.transfer import ReadEnd, byte_view, read_slots, write_slots
+from kvstore.transfer import ReadEnd, SumsAhead, byte_view, read_slots, write_slots
 
 
 class FakeArena:
@@ -159,6 +159,44 @@ def test_writing_stops_inside_a_block_when_told() -> None:
         == []
     )
     assert arena.memory.count(9) == SOURCE_STEP_BYTES
+
+
+def test_sums_taken_ahead_are_those_of_the_payloads_that_the_positions_name() -> None:
+    arena = FakeArena()
+    payloads = [np.full(8, 100 + at, np.uint8) for at in range(4)]
+    ahead = SumsAhead(payloads)
+    ahead.begin()
+    slots = [LentSlot(1, 8, 1), LentSlot(3, 24, 1)]
+
+    written = write_slots(arena, slots, [payloads[1], payloads[3]], _never, ahead=ahead)
+
+    assert [slot.checksum for slot in written] == [checksum(payloads[1]), checksum(payloads[3])]
+    assert bytes(arena.memory[24:32]) == bytes(payloads[3])
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_the_sum_of_a_long_payload_goes_on_from_what_was_begun_of_it(position: int) -> None:
+    arena = WideArena()
+    arena.looked = count(-100)
+    payload = np.arange(3 * SOURCE_STEP_BYTES + 7, dtype=np.uint32).view(np.uint8)[
+        : 3 * SOURCE_STEP_BYTES + 7
+    ]
+    others = np.full(len(payload), 5, np.uint8)
+    ahead = SumsAhead([payload, others])
+    ahead.begin()
+    chosen = [payload, others][position]
+
+    (written,) = write_slots(arena, [LentSlot(position, 0, 1)], [chosen], _never, ahead=ahead)
+
+    assert written.checksum == checksum(chosen)
+    assert bytes(arena.memory[: len(chosen)]) == bytes(chosen)
+
+
+def test_sums_are_taken_ahead_of_as_many_payloads_as_a_step_has() -> None:
+    ahead = SumsAhead([np.zeros(SOURCE_STEP_BYTES // 2, np.uint8)] * 3)
+    ahead.begin()
+    assert set(ahead.whole) == {0, 1}
+    assert ahead.begun is None
 
 
 @pytest.mark.parametrize("buffer", [3, None, "text", np.zeros((4, 4), np.uint8).T, [1, 2]])

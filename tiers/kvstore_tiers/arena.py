@@ -1,4 +1,4 @@
-"""Arena: the one piece of shared memory that dram slots lie in, as a sealed and prefaulted memfd."""
+"""Arena: the one piece of shared memory that dram slots lie in: sealed, prefaulted, in huge pages."""
 
 import ctypes
 import fcntl
@@ -6,6 +6,7 @@ import os
 import resource
 from pathlib import Path
 
+from kvstore.arena_mapping import use_huge_pages
 from kvstore.arena_view import INSTANCE_BYTES, SEALS, ArenaFormat, ArenaView, open_read_only
 from kvstore.errors import ProtocolMismatch, TierUnavailable
 from kvstore.tier import ALIGNMENT_BYTES
@@ -22,8 +23,10 @@ class Arena:
     Nothing stays behind when the server dies: the memory goes with its last file descriptor and mapping.
     """
 
-    def __init__(self, fd: int, view: ArenaView) -> None:
+    def __init__(self, fd: int, view: ArenaView, huge_bytes: int) -> None:
         self._fd = fd
+        self.huge_bytes = huge_bytes
+        """Bytes of it in huge pages, as far as the kernel had them when it was made."""
         self._cuda: ctypes.CDLL | None = None
         self.view = view
 
@@ -42,6 +45,8 @@ class Arena:
         _check_limits(arena_format.total_bytes, is_locked=is_locked)
         fd = os.memfd_create("kvstore-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
+            os.truncate(fd, arena_format.total_bytes)
+            huge_bytes = use_huge_pages(fd, arena_format.total_bytes)
             os.posix_fallocate(fd, 0, arena_format.total_bytes)
             os.pwrite(fd, arena_format.pack(), 0)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
@@ -54,7 +59,7 @@ class Arena:
             raise TierUnavailable(
                 f"dram: {arena_format.total_bytes // _MIB} MiB cannot be had: {reason}: lower the capacity"
             ) from error
-        return cls(fd, view)
+        return cls(fd, view, huge_bytes)
 
     @property
     def fd(self) -> int:

@@ -86,6 +86,7 @@ class DramTier:
             self._arena = await asyncio.to_thread(
                 Arena.create, self._slots.capacity_bytes, is_locked=self._is_locked
             )
+            _log.info("%s: %d bytes are in huge pages", self._name, self._arena.huge_bytes)
             _log.info("%s: arena for CUDA: %s", self._name, await asyncio.to_thread(self._arena.pin))
 
     async def close(self) -> None:

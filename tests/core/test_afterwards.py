@@ -1,0 +1,31 @@
+"""Work that answers do not wait for."""
+
+from kvstore.afterwards import Afterwards
+
+
+def test_work_is_done_at_once_unless_it_is_put_off() -> None:
+    done: list[int] = []
+    afterwards = Afterwards()
+    afterwards.do(lambda: done.append(1))
+    assert done == [1]
+
+
+def test_what_was_put_off_is_done_in_its_order() -> None:
+    done: list[int] = []
+    afterwards = Afterwards()
+    afterwards.begin()
+    afterwards.do(lambda: done.append(1))
+    afterwards.do(lambda: done.append(2))
+    assert done == []
+    afterwards.settle()
+    assert done == [1, 2]
+
+
+def test_nothing_more_is_put_off_once_it_is_settled() -> None:
+    done: list[int] = []
+    afterwards = Afterwards()
+    afterwards.begin()
+    afterwards.settle()
+    afterwards.do(lambda: done.append(1))
+    afterwards.settle()
+    assert done == [1]
