@@ -79,7 +79,7 @@ async def test_a_tier_that_there_is_not_has_no_policy():
         policies_of([GatedTier("ssd")], PolicyPlan.parse("nvme=lru"))
     async with running(GatedTier("ssd")) as harness:
         with pytest.raises(InvalidRequest, match="expected one of dram, ssd"):
-            harness.manager.change_policy("nvme=lru")
+            await harness.manager.change_policy("nvme=lru")
         assert harness.manager.stats()["policy"] == "gittins"
 
 
@@ -96,7 +96,7 @@ async def test_tiers_and_namespaces_change_their_policies_and_lose_no_block(own)
         kept = manager.policy_of("dram")
 
         for text in (f"ssd={own}", f"{HEX}={own}", f"{OTHER.digest.hex()}@dram=lru", f"ssd=fifo, {HEX}=arc"):
-            manager.change_policy(text)
+            await manager.change_policy(text)
             assert await manager.check() == []
             assert [(await manager.match(chain)).blocks for chain in chains] == [4] * 4
         stats = manager.stats()
@@ -110,7 +110,7 @@ async def test_tiers_and_namespaces_change_their_policies_and_lose_no_block(own)
             await harness.put(SPACE.chain(list(range(start, start + 16))))
         assert (await manager.match(chains[0])).tiers == ("dram",) * 4
         manager.release(leased.lease, owner=harness.owner)
-        assert manager.change_policy("gittins").startswith("gittins, ssd=fifo")
+        assert (await manager.change_policy("gittins")).startswith("gittins, ssd=fifo")
         assert type(manager.policy_of("dram")) is GittinsPolicy is not kept
 
 
@@ -118,10 +118,10 @@ async def test_a_tier_that_a_change_says_nothing_of_keeps_its_policy():
     async with running(GatedTier("ssd"), blocks=16) as harness:
         dram = harness.manager.policy_of("dram")
 
-        harness.manager.change_policy("ssd=lru")
+        await harness.manager.change_policy("ssd=lru")
 
         assert harness.manager.policy_of("dram") is dram
-        assert harness.manager.change_policy("gittins") == "gittins, ssd=lru"
+        assert await harness.manager.change_policy("gittins") == "gittins, ssd=lru"
 
 
 async def test_what_was_learned_outlives_a_change_that_leaves_the_kind():
@@ -131,7 +131,7 @@ async def test_what_was_learned_outlives_a_change_that_leaves_the_kind():
             await harness.fetch(SPACE.chain(list(range(16))))
         learned = sum(sum(used) for _, used, _ in harness.manager.policy_of("dram").to_state()["classes"])
 
-        harness.manager.change_policy(f"{OTHER.digest.hex()}=lru")
+        await harness.manager.change_policy(f"{OTHER.digest.hex()}=lru")
 
         after = harness.manager.policy_of("dram").to_state()["classes"]
         assert sum(sum(used) for _, used, _ in after) == learned > 0
@@ -203,7 +203,7 @@ async def test_a_namespace_at_its_quota_gives_blocks_of_its_own():
     async with running(blocks=16, namespace_quota_ratio=0.5, high_water_ratio=1.0) as harness:
         manager = harness.manager
         manager.open_namespace(OTHER)
-        manager.change_policy(plan)
+        await manager.change_policy(plan)
         await harness.put(OTHER.chain(list(range(16))))
         for start in range(0, 800, 100):
             await harness.put(SPACE.chain(list(range(start, start + 16))))
