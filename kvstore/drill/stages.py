@@ -12,7 +12,8 @@ from kvstore.drill.redis_server import RedisServer, redis_obstacle
 from kvstore.drill.stage import Stage
 from kvstore.drill.store_process import StoreSettings
 
-_POLICIES = ("gittins", "lru", "lru, ssd=gittins")
+_POLICIES = ("gittins", "lru")
+_POLICIES_BY_TIER = (*_POLICIES, "lru, ssd=gittins")
 """Stages have them in turn. No kind of fault may count on which blocks stay."""
 
 
@@ -77,6 +78,7 @@ class Stages:
         if fault.is_encrypted:
             master_keys = folder / "master.keys"
             master_keys.write_text(f"{secrets.token_hex(32)}\n")
+        policies = _POLICIES_BY_TIER if fault.ssd_bytes else _POLICIES
         redis = RedisServer(folder / "redis") if fault.needs_redis else None
         settings = StoreSettings(
             dram_bytes=fault.dram_bytes,
@@ -86,7 +88,7 @@ class Stages:
             redis_url=redis.url if redis is not None else "",
             is_troubled=fault.is_troubled,
             master_keys=master_keys,
-            policy=_POLICIES[(self._num_made - 1) % len(_POLICIES)],
+            policy=policies[(self._num_made - 1) % len(policies)],
         )
         stage = Stage(folder, settings, ledger, rng=random.Random(), redis=redis)  # noqa: S311 (a schedule)
         if redis is not None:

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import re
 import sys
 
 import numpy as np
@@ -43,8 +44,8 @@ def check(process, *options):
 def test_check_shows_a_bar_on_a_terminal(full):
     with PseudoTerminal(check(full), environ=None, columns=100) as terminal:
         assert terminal.end() == 0
-    assert "checking" in terminal.raw
-    assert "#" in terminal.raw
+    # How far it is seen to come depends on how quick the machine is.
+    assert re.search(r"checking +\[#*\.*\] +\d+%", terminal.raw)
     assert "sound" in terminal.raw
 
 
