@@ -300,7 +300,7 @@ class AccessLog:
 
     def _write_header(self) -> None:
         """Have the file begin as such files do, a new one if the one before is large enough."""
-        if self._file_bytes > self._max_bytes // 2:
+        if self._fd >= 0 and self._file_bytes > self._max_bytes // 2:
             Path(self._path).replace(f"{self._path}.1")
             os.close(self._fd)
             self._fd = -1

@@ -268,6 +268,29 @@ def test_a_log_goes_on_when_its_next_file_cannot_be_made_for_a_while(tmp_path, m
     assert list(read_trace(str(tmp_path / "access.jsonl.1")).chains())
 
 
+def test_a_log_goes_on_when_its_next_file_cannot_be_opened_for_a_while(tmp_path, monkeypatch):
+    monkeypatch.setattr(access_log_module, "_POLL_S", 3600.0)
+    log = Log(tmp_path / "access.jsonl", max_bytes=MIN_MAX_BYTES)
+    written(log, *range(2000))
+    open_file, is_full = os.open, [True]
+
+    def open_if_there_is_room(*args, **more):
+        if is_full[0]:
+            raise OSError(28, "No space left on device")
+        return open_file(*args, **more)
+
+    monkeypatch.setattr(os, "open", open_if_there_is_room)
+    for _ in range(2):
+        log.now_s += 10
+        written(log, 1, 2)
+    is_full[0] = False
+    log.now_s += 10
+    written(log, 5, 6, 7)
+
+    assert log.requests() == [[0, 1, 2]]
+    assert log.log.as_dict() == {"lines": 2, "dropped": 0, "unwritten": 2}
+
+
 def test_a_log_whose_first_line_is_torn_is_read(tmp_path):
     path = tmp_path / "access.jsonl"
     path.write_text('{"kvstore_acc')
