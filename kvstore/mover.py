@@ -2,8 +2,9 @@
 
 Every lower tier has a bounded queue and one worker, so that a slow tier delays only itself. A full queue
 drops the write and counts it. Demotions go to the front of the queue: somebody waits for their slots. Other
-writes may be put off for a while (``WritePace``), and are then made in larger batches. Bytes whose checksum
-is known are checked before they are written, so damage in memory does not spread.
+writes may be put off for a while (``WritePace``), and are then made in larger batches; not while a queue is
+half full. Bytes whose checksum is known are checked before they are written, so damage in memory does not
+spread.
 """
 
 import asyncio
@@ -30,6 +31,7 @@ class WriteQueue:
 
     def __init__(self, limit_blocks: int) -> None:
         self._limit_blocks = limit_blocks
+        self._hurry_blocks = max(1, limit_blocks // 2)  # the rest of the room is for what comes meanwhile
         self._waiting: OrderedDict[BlockEntry, None] = OrderedDict()
         self._demoting: set[BlockEntry] = set()
         self._causes: dict[BlockEntry, TraceContext] = {}
@@ -53,6 +55,8 @@ class WriteQueue:
             return False
         self._waiting[entry] = None
         self.has_work.set()
+        if len(self._waiting) >= self._hurry_blocks:
+            self.is_urgent.set()
         return True
 
     def add_first(self, entry: BlockEntry) -> None:

@@ -82,6 +82,18 @@ async def test_blocks_whose_slots_are_wanted_are_not_put_off(pace):
         assert await store.put(SPACE.chain(range(100, 120)), timeout_s=60)
 
 
+async def test_a_queue_that_fills_up_is_written_rather_than_blocks_be_dropped(pace):
+    ssd = GatedTier("ssd")
+    async with running(ssd, blocks=40, write_pace=pace, write_queue_blocks=8, write_batch_blocks=2) as store:
+        pace.put_off()
+        for first in range(0, 2000, 100):
+            await store.put(SPACE.chain(range(first, first + 4)))
+            for _ in range(20):
+                await asyncio.sleep(0)
+        await passed(lambda: len(ssd.stored) > 12)
+        assert not store.manager.stats()["write_drops_blocks"]
+
+
 async def test_closing_writes_what_was_put_off(pace):
     ssd = GatedTier("ssd")
     async with running(ssd, write_pace=pace) as store:
