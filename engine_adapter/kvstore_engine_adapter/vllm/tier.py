@@ -59,6 +59,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not th
         self._emits_events = bool(offloading_spec.config.enable_kv_cache_events)
         self._events: list[Any] = []
         self._refused: list[Any] = []
+        self._engine = engine
         self._work = self._open(offloading_spec, primary_kv_view, engine)
 
     def _open(self, spec: Any, view: memoryview, engine: TierEngine | None) -> TierWork | None:
@@ -88,6 +89,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not th
         """A request has come."""
         if self._work is not None:
             self._work.begin(req_context)
+        elif self._engine is not None:
+            self._engine.forget_request(req_context.req_id)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:

@@ -26,6 +26,10 @@ class TierEngine:
         if adapter is not None:
             self.adapters[request.request_id] = adapter
 
+    def forget_request(self, request_id: str) -> Any:
+        """Return the LoRA request of a request that the tier has heard of, None if it has none."""
+        return self.adapters.pop(request_id, None)
+
     def connect(self) -> KVStore:
         """Return a client of the store."""
         return KVStore.connect(self.options.store, is_read_only=self.options.is_read_only)

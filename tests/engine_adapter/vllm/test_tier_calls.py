@@ -235,6 +235,17 @@ def test_a_request_with_an_adapter_shares_nothing_until_its_files_are_known(
     assert engine.adapters == {"a": adapter}
 
 
+def test_a_tier_that_shares_nothing_keeps_nothing_of_requests(connector: Any, store: StoreProcess) -> None:
+    made = connector(config_of(store), KVConnectorRole.SCHEDULER, plain_cache())
+    engine = made.given.kv_transfer_config.kv_connector_extra_config["secondary_tiers"][-1]["engine"]
+    engine.identity = None
+    spec = offloading_spec((0, tuple(FULL)))
+    tiers = StandInTiers(lambda view: package.KVStoreTier(spec, view, "kvstore", None, engine=engine))
+    made.on_new_request(SimpleNamespace(request_id="a", lora_request=SimpleNamespace()))
+    tiers.tier.on_new_request(context("a"))
+    assert not engine.adapters
+
+
 def test_without_the_connector_that_knows_the_model_nothing_is_shared(
     connector: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
