@@ -8,8 +8,8 @@ from collections.abc import Callable
 class WritePace:
     """Whether background writes may begin now. One event loop's thread.
 
-    What waits to be written waits for at most ``patience_s``, and until there is much of it: then all of it is
-    written, whatever goes on. So a busy engine writes seldom, many blocks at a time, and an idle one at once.
+    What waits to be written waits for at most ``patience_s``, and until there is much of it: then all of it
+    is written, whatever goes on. So a busy engine writes seldom, many blocks at a time, an idle one at once.
     """
 
     def __init__(self, *, patience_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,9 +1,9 @@
 """SessionEnds: tells the store which blocks nobody goes on from, when a request ends its session."""
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from kvstore.client import KVStore
@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_SESSIONS = 1024
 _MAX_BLOCKS = 4096
+_MAX_WAITING = 64
 _TIMEOUT_S = 0.5
 
 SessionName = tuple[str, str]
@@ -23,13 +24,17 @@ SessionName = tuple[str, str]
 
 
 class SessionEnds:
-    """The blocks of each session's last request, and a thread that tells the store of sessions' ends."""
+    """The blocks of each session's last request, and a thread that tells the store of sessions' ends.
+
+    While a store does not answer, at most 64 ends wait to be told; later ones are not told.
+    """
 
     def __init__(self, client: KVStore, parts: Sequence[Part | None]) -> None:
         self._client = client
         self._parts = tuple(parts)
         self._last: OrderedDict[SessionName, tuple[PrefixChain, ...]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvstore-session")
+        self._waiting: deque[Future[None]] = deque()
 
     def note_end(
         self, session: SessionName | None, chains: Sequence[PrefixChain], hints: Hints | None
@@ -47,7 +52,11 @@ class SessionEnds:
             if len(self._last) > _MAX_SESSIONS:
                 self._last.popitem(last=False)
             return
-        self._thread.submit(self._tell, (*told, *before), replace(hints, ends_session=True))
+        while self._waiting and self._waiting[0].done():
+            self._waiting.popleft()
+        if len(self._waiting) < _MAX_WAITING:
+            hints = replace(hints, ends_session=True)
+            self._waiting.append(self._thread.submit(self._tell, (*told, *before), hints))
 
     def close(self) -> None:
         """End the thread."""
