@@ -84,8 +84,9 @@ class StoreServer:
         self._refusals = LimitedWarning(logger)
         self.counters = ServerCounters()
         self.http_url: str | None = None
-        self.num_ended_over_http: Callable[[], int] = int
         """Where the same store is reached over HTTP, if it is."""
+        self.num_ended_over_http: Callable[[], int] = int
+        """Connections over HTTP that have ended since the start; none where there is no HTTP."""
 
     async def listen(self) -> None:
         """Listen on the socket, made with mode 0600, its folder with 0700. A stale socket file is replaced.
