@@ -1,7 +1,8 @@
-"""Answers about presence, leases and erasures, made of what the manager says."""
+"""Answers about presence, leases, namespaces and erasures, made of what the manager says."""
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import cast
 
 import numpy as np
@@ -37,6 +38,7 @@ from kvstore.tenant import tenant_of
 UNTIMED_S = 10.0
 """How long an operation is waited for whose request gives no time."""
 
+_MAX_LISTED_NAMESPACES = 256
 _GRACE_S = 0.25
 """How much longer than its time an operation that ends by itself in time is waited for."""
 
@@ -80,6 +82,16 @@ def answer_sizes(manager: BlockManager, namespace: NamespaceDigest | None) -> Re
     """Say what the hit rate would be at other sizes."""
     told = manager.size_curve(None if namespace is None else [namespace])
     return Report(json.dumps(told).encode())
+
+
+def answer_namespaces(manager: BlockManager) -> Report:
+    """List the namespaces that clients opened, the latest ones, without the salts of tenants."""
+    listed = []
+    for space in manager.namespaces()[-_MAX_LISTED_NAMESPACES:]:
+        fields = asdict(space)
+        del fields["tenant_salt"]
+        listed.append(fields)
+    return Report(json.dumps(listed).encode())
 
 
 async def answer_exists(manager: BlockManager, request: Exists) -> Presence:

@@ -1,7 +1,7 @@
 """CopyChanges: which copies became READY and which are gone, for those who tell others of it."""
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from kvstore.keys import BlockKey, NamespaceDigest
@@ -21,6 +21,13 @@ class Noted(Protocol):
         """
 
 
+class Stored(Noted, Protocol):
+    """A block that the directory has an entry of."""
+
+    def residency(self) -> Sequence[str]:
+        """Return the names of the tiers with a READY copy."""
+
+
 class CopyChange(NamedTuple):
     """One copy of a block that may be served from now on, or may not any more.
 
@@ -32,6 +39,14 @@ class CopyChange(NamedTuple):
     namespace: NamespaceDigest
     key: BlockKey
     parent: BlockKey | None
+
+
+def ready_changes(blocks: Iterable[Stored]) -> Iterator[CopyChange]:
+    """Yield the READY copies of blocks, each as it is when it is yielded."""
+    for block in blocks:
+        about = block.change_id
+        if about is not None:
+            yield from (CopyChange(True, tier, *about) for tier in block.residency())
 
 
 class CopyChanges:

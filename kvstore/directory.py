@@ -438,6 +438,11 @@ class Directory:
         """Return an open namespace."""
         return self._namespaces.get(digest)
 
+    def has_ended(self, digest: NamespaceDigest) -> bool:
+        """Whether the epoch of an open namespace is over."""
+        known = self._namespaces.get(digest)
+        return known is not None and known.epoch < self.epoch(known.model)
+
     def namespaces(self) -> list[Namespace]:
         """Return every namespace that is known."""
         return list(self._namespaces.values())

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from kvstore.branches import Branches
-from kvstore.changes import CopyChange, CopyChanges
+from kvstore.changes import CopyChange, CopyChanges, ready_changes
 from kvstore.closing import close_tiers
 from kvstore.departing import Departure
 from kvstore.directory import BlockEntry
@@ -489,8 +489,7 @@ class BlockManager:
 
     def has_ended(self, namespace: NamespaceDigest) -> bool:
         """Whether the epoch of a namespace has ended: nothing of it is stored or served."""
-        known = self._state.directory.namespace(namespace)
-        return known is not None and known.epoch < self.epoch(known.model)
+        return self._state.directory.has_ended(namespace)
 
     def namespace(self, digest: NamespaceDigest) -> Namespace | None:
         """Return an open namespace, None if there is none of that digest."""
@@ -536,10 +535,7 @@ class BlockManager:
 
     def ready_copies(self, namespace: NamespaceDigest) -> Iterator[CopyChange]:
         """Yield the READY copies of a namespace that are certain, each as it is when it is yielded."""
-        for entry in self._state.directory.entries_in(namespace):
-            about = entry.change_id
-            if about is not None:
-                yield from (CopyChange(True, tier, *about) for tier in entry.residency())
+        return ready_changes(self._state.directory.entries_in(namespace))
 
     async def change_policy(self, text: str) -> str:
         """Change policies as a plan's text says; returns the one before. Blocks and leases stay.

@@ -12,7 +12,6 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 
 from kvstore.access_log import Access, AccessLog
 from kvstore.answering import (
@@ -21,6 +20,7 @@ from kvstore.answering import (
     answer_exists,
     answer_lease,
     answer_match_and_lease,
+    answer_namespaces,
     answer_ready,
     answer_renew,
     answer_seen,
@@ -96,7 +96,6 @@ from kvstore.wire import Frame, FrameDecoder
 logger = logging.getLogger(__name__)
 
 _MAX_WHY_BLOCKS = 1000
-_MAX_LISTED_NAMESPACES = 256
 MAX_IN_FLIGHT = 32
 """Requests of one connection that may be under way; more wait unread in its socket."""
 
@@ -466,7 +465,7 @@ class Connection(asyncio.BufferedProtocol):
             case Erase():
                 return await answer_erase(self._manager, request)
             case ListNamespaces():
-                return Report(json.dumps(self._namespaces_without_salts()).encode())
+                return answer_namespaces(self._manager)
             case AskSizes(namespace):
                 return answer_sizes(self._manager, namespace)
             case Flush(timeout_us):
@@ -561,14 +560,6 @@ class Connection(asyncio.BufferedProtocol):
             await self._late_work.within(work, UNTIMED_S, "looking at a reported block")
         except KVStoreError as error:
             self._malformed.warn("server: a reported block could not be looked at: %s", error)
-
-    def _namespaces_without_salts(self) -> list[dict[str, object]]:
-        listed = []
-        for space in self._manager.namespaces()[-_MAX_LISTED_NAMESPACES:]:
-            fields = asdict(space)
-            del fields["tenant_salt"]
-            listed.append(fields)
-        return listed
 
     def _report(self) -> Report:
         stats = {
