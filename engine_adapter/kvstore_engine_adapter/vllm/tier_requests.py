@@ -107,9 +107,10 @@ class TierRequests:
             return Answer.NOT_YET
         if _group(key) not in asking.groups or len(asking.collected) >= _MAX_CHUNKS:
             return Answer.MISS
+        if self._place(asking, key, context) is None:
+            return Answer.MISS
         asking.collected[key] = None
         self._open[context.req_id] = None
-        self._place(asking, key, context)
         return Answer.NOT_YET
 
     def ask(self) -> None:
@@ -140,7 +141,7 @@ class TierRequests:
             self._lookups.note_loaded(request_id)
 
     def load_move(self, job: str, keys: Sequence[ChunkKey], rows: Sequence[int], context: Context) -> Move:
-        """Return the move that loads chunks into rows."""
+        """Return the move that loads chunks into rows; without groups: they cannot be loaded."""
         return self._move(job, keys, rows, context)
 
     def save_move(
@@ -159,7 +160,12 @@ class TierRequests:
         asking = self._requests.get(context.req_id)
         if asking is None or asking.groups is None:
             return Move(job, ())
-        placed = [(self._place(asking, key, context), row) for key, row in zip(keys, rows, strict=True)]
+        placed: list[tuple[tuple[int, int], int]] = []
+        for key, row in zip(keys, rows, strict=True):
+            at = self._place(asking, key, context)
+            if at is None:
+                return Move(job, ())
+            placed.append((at, row))
         runs: list[list[tuple[tuple[int, int], int]]] = []
         for place, row in sorted(placed):
             last = runs[-1][-1][0] if runs else None
@@ -183,10 +189,14 @@ class TierRequests:
             chain = PrefixChain(whole.namespace, whole.keys[1:], whole.block_tokens, start, whole.keys[0])
         return GroupMove(group, chain, tuple(row for _, row in run))
 
-    def _place(self, asking: _Asking, key: ChunkKey, context: Context) -> tuple[int, int]:
-        """Remember where in its request a chunk is, and return it."""
+    def _place(self, asking: _Asking, key: ChunkKey, context: Context) -> tuple[int, int] | None:
+        """Remember where in its request a chunk is, and return it.
+
+        None where vLLM does not say, or if it ends within a chunk, as that of a state space may.
+        """
         end_token = context.get_offload_key_position(key)
-        assert end_token is not None, "vLLM has not said where a chunk is"
+        if end_token is None or end_token % self._chunk_tokens:
+            return None
         place = _group(key), int(end_token) // self._chunk_tokens - 1
         asking.places[place] = key[:-_GROUP_BYTES]
         return place

@@ -235,6 +235,27 @@ def test_a_request_with_an_adapter_shares_nothing_until_its_files_are_known(
     assert engine.adapters == {"a": adapter}
 
 
+@pytest.mark.parametrize("end_token", [None, 48])
+def test_what_is_not_a_whole_chunk_is_neither_stored_nor_found(
+    make_tiers: MakeTiers, end_token: int | None
+) -> None:
+    tiers, of = make_tiers(), context(chunks=2)
+    whole, odd = of.chunk_keys()
+    of.places[odd] = end_token
+    tiers.tier.on_new_request(of)
+    tiers.submit(of, [whole, odd], [1, 2], is_load=False)
+    assert tiers.finish().success
+    assert tiers.tier.lookup(odd, of) is MISS
+    tiers.submit(of, [odd], [3], is_load=True)
+    assert not tiers.finish().success
+    tiers.tier.on_request_finished(of)
+
+    asked = context("b", chunks=2)
+    asked.hashes.pop(0)
+    tiers.tier.on_new_request(asked)
+    assert tiers.look_up(asked) == [MISS]
+
+
 def test_a_tier_that_shares_nothing_keeps_nothing_of_requests(connector: Any, store: StoreProcess) -> None:
     made = connector(config_of(store), KVConnectorRole.SCHEDULER, plain_cache())
     engine = made.given.kv_transfer_config.kv_connector_extra_config["secondary_tiers"][-1]["engine"]

@@ -130,7 +130,7 @@ class Context:
     hashes: list[bytes]
     num_groups: int = 1
     kv_transfer_params: dict[str, Any] | None = None
-    places: dict[bytes, int] = field(default_factory=dict)
+    places: dict[bytes, int | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for group in range(self.num_groups):
