@@ -24,14 +24,14 @@ class Succession:
         self._num_left = len(predecessor)
 
     def take(self, count: int, *, now_s: float) -> list[StorageKey]:
-        """Take up to ``count`` blocks from the predecessor; none once it names no more.
+        """Take up to ``count`` blocks from the predecessor; none once it names no more, nor gets new ones.
 
         The caller has the successor adopt them before anything else.
         """
         blocks = list(dict.fromkeys(islice(self.predecessor.candidates(now_s=now_s), count)))
         for block in blocks:
             self.predecessor.remove(block)
-        self._num_left -= len(blocks)
+        self._num_left = self._num_left - len(blocks) if blocks else 0
         return blocks
 
     @property
