@@ -255,13 +255,21 @@ def _transfers(stats: Stats) -> dict[str, Moved]:
 
 
 def _branches(stats: Stats, of: str) -> Iterator[HotBranch]:
-    """Yield the hottest branches, each behind the one that it leaves."""
+    """Yield the hottest branches, each behind the one that it leaves.
+
+    A client may name blocks as it likes: those that leave a branch are told once, even if they have its key.
+    """
     told = stats.get("branches", {}).get("branches", [])
-    keys = {branch["key"] for branch in told}
-    waiting = [(branch, 0) for branch in reversed(told) if branch["parent"] not in keys]
+    names = {(branch["namespace"], branch["key"]) for branch in told}
+    leaving: dict[tuple[str, str] | None, list[Stats]] = {}
+    for branch in reversed(told):
+        parent = (branch["namespace"], branch["parent"])
+        leaving.setdefault(parent if parent in names else None, []).append(branch)
+    waiting = [(branch, 0) for branch in leaving.pop(None, [])]
     while waiting:
         branch, depth = waiting.pop()
-        waiting += [(at, depth + 1) for at in reversed(told) if at["parent"] == branch["key"]]
+        below = leaving.pop((branch["namespace"], branch["key"]), [])
+        waiting += [(at, depth + 1) for at in below]
         lookups, hits = branch[of]["lookups"], branch[of]["hits"]
         yield HotBranch(
             branch["key"],

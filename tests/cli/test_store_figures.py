@@ -53,6 +53,39 @@ def later(*, hits=0, misses=0, moved_bytes=0):
     return stats
 
 
+def told(key, parent, lookups, namespace="n"):
+    counted = {"lookups": lookups, "hits": 0}
+    return {
+        "key": key,
+        "namespace": namespace,
+        "parent": parent,
+        "fetch": counted,
+        "match": counted,
+        "blocks": 1,
+        "tokens": 16,
+        "tiers": {},
+        "last_use_s": 0.0,
+    }
+
+
+def branches_of(*branches):
+    found = sample({**STATS, "branches": {"branches": branches}}, of="fetch", time_s=0.0).branches
+    return [(branch.key, branch.depth, branch.lookups) for branch in found]
+
+
+def test_branches_come_behind_those_that_they_leave():
+    shown = branches_of(told("a", None, 9), told("b", None, 8), told("c", "a", 5), told("d", "c", 2))
+    assert shown == [("a", 0, 9), ("c", 1, 5), ("d", 2, 2), ("b", 0, 8)]
+
+
+def test_a_branch_that_has_the_key_of_what_it_leaves_is_shown_once():
+    assert branches_of(told("a", None, 9), told("a", "a", 5)) == [("a", 0, 9), ("a", 1, 5)]
+
+
+def test_a_branch_leaves_none_of_another_namespace():
+    assert branches_of(told("a", None, 9), told("b", "a", 5, "other")) == [("a", 0, 9), ("b", 0, 5)]
+
+
 def test_ratios_are_of_all_blocks_that_were_asked_for():
     total = sample(STATS, of="fetch", time_s=0.0).total
 

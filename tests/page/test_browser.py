@@ -11,6 +11,7 @@ from kvstore.auth import Scope
 from kvstore.cli.store_figures import sample
 from kvstore.drill.store_process import StoreProcess, StoreSettings
 from kvstore.keyring_file import add_key, create_keyring
+from kvstore.keys import BlockKey, PrefixChain
 from tests.page.browser import browser, complaints, needs_browser, table_of, text_of, wait_for
 from tests.page.traffic import LAYOUT, SPACE, Traffic, conversation
 from tests.redis_server import free_port
@@ -236,6 +237,24 @@ def test_the_hottest_branches_and_the_size_curve_are_what_the_store_tells(driver
     shown = [float(cell.removesuffix(" %")) / 100 for cell in table_of(driver, "size")[0][2:]]
     assert shown == pytest.approx(list(sizes["hit_ratio"]["dram"].values()), abs=0.011)
     assert driver.execute_script("return document.querySelectorAll('#size .curve').length") == 1
+    assert complaints(driver) == []
+
+
+def test_a_branch_that_has_the_key_of_what_it_leaves_is_shown_once(driver, store):
+    hold_open(store, SPACE)
+    key = BlockKey(b"k" * 32)
+    first = PrefixChain(SPACE.digest, (key,), SPACE.block_tokens)
+    with KVStore.connect(store.socket_path) as client:
+        client.open_namespace(SPACE)
+        for _ in range(4):
+            client.match(first)
+        client.match(PrefixChain(SPACE.digest, (key,), SPACE.block_tokens, 1, key))
+    wait_for(driver, lambda: len(get_json(store, "/v1/branches")["branches"]) == 2, "two branches")
+    show(driver, store)
+    wait_for(driver, lambda: text_of(driver, "#branches table"), "branches")
+    assert [row[0].split("\u2514")[-1].strip() for row in table_of(driver, "branches")] == [
+        key.hex()[:12]
+    ] * 2
     assert complaints(driver) == []
 
 

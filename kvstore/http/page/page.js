@@ -310,13 +310,19 @@ const lookedUp = (branch) => Math.max(branch.match.lookups, branch.fetch.lookups
 
 // Parents before what leaves them, each below the other; those whose parent is not told begin at the left.
 function nested(branches) {
-  const told = new Set(branches.map((branch) => branch.key));
+  const name = (branch, key) => `${branch.namespace} ${key}`;
+  const told = new Set(branches.map((branch) => name(branch, branch.key)));
   const leaving = new Map();
   for (const branch of branches) {
-    const parent = told.has(branch.parent) ? branch.parent : null;
+    const parent = told.has(name(branch, branch.parent)) ? name(branch, branch.parent) : null;
     leaving.set(parent, [...(leaving.get(parent) || []), branch]);
   }
-  const under = (parent, depth) => (leaving.get(parent) || []).flatMap((branch) => [[branch, depth], ...under(branch.key, depth + 1)]);
+  // Each once, even if one has the key of what it leaves: a client may name blocks as it likes.
+  const under = (parent, depth) => {
+    const below = leaving.get(parent) || [];
+    leaving.delete(parent);
+    return below.flatMap((branch) => [[branch, depth], ...under(name(branch, branch.key), depth + 1)]);
+  };
   return under(null, 0);
 }
 
