@@ -88,8 +88,10 @@ def plan_departures(
             parent = _counting_parent(entry, tier)
             if parent is not None:
                 planned_children[parent] = planned_children.get(parent, 0) + 1
-            # A parent that came before its child in the order gets its turn as soon as the child is named.
-            entry = parent if parent in passed_over else None
+            # A parent that came before its child in the order gets its turn as soon as the child is named;
+            # of a long chain a step at most.
+            is_long = len(leaving) + len(demoting) >= max(wanted_blocks, _STEP_BLOCKS)
+            entry = parent if parent in passed_over and not is_long else None
         planned = len(leaving) + len(demoting) + num_refused + num_awaited
         if planned >= wanted_blocks or planned_bytes >= enough_bytes:
             break
@@ -263,8 +265,11 @@ class Space:
             return count
         wanted = min(count, int(quota // length))
         while state.directory.used_bytes(state.top.name, namespace) + wanted * length > quota:
-            num_left, demoting, _ = self._leave_top(wanted, by=namespace, only=namespace)
-            if not num_left and not await self._wait_freed(demoting, deadline_s):
+            num_left, demoting, _ = self._leave_top(min(wanted, _STEP_BLOCKS), by=namespace, only=namespace)
+            if num_left:
+                await asyncio.sleep(0)
+                continue
+            if not await self._wait_freed(demoting, deadline_s):
                 break
         left = quota - state.directory.used_bytes(state.top.name, namespace)
         return max(0, min(wanted, int(left // length)))

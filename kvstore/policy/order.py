@@ -7,6 +7,9 @@ from kvstore.policy.plain import PlainPolicy
 from kvstore.policy.protocol import NO_HINT, Hint, Offer
 from kvstore.tier import StorageKey
 
+_PIECE_BLOCKS = 64
+"""Smallest piece of a put that is remembered for the next: what comes bit by bit would cost all before it."""
+
 
 class LruPolicy(PlainPolicy):
     """Least recently used, each chain touched tail first; whatever is offered is stored.
@@ -40,7 +43,10 @@ class LruPolicy(PlainPolicy):
         hint: Hint = NO_HINT,
         is_use: bool = True,
     ) -> None:
-        """Make the blocks the most recent ones but for those of the use that they continue."""
+        """Make the blocks the most recent ones but for those of the use that they continue.
+
+        A large piece is part of that use from then on: a long chain comes in several.
+        """
         order, move_to_end = self._order, self._order.move_to_end
         for block in reversed(blocks):
             order[block] = None
@@ -48,7 +54,9 @@ class LruPolicy(PlainPolicy):
         last_use = self._last_use
         if last_use and last_use[-1] == parent:
             self.touch(last_use, now_s=now_s)
-        self._last_use = ()
+            self._last_use = [*last_use, *blocks] if len(blocks) >= _PIECE_BLOCKS else ()
+        else:
+            self._last_use = blocks if len(blocks) >= _PIECE_BLOCKS else ()
 
     def adopt(
         self,

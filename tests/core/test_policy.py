@@ -252,3 +252,13 @@ def test_the_last_blocks_of_short_and_long_requests_are_told_apart_as_those_befo
 
     assert short != long
     assert {short, long}.isdisjoint({new_class(1, 3, NO_HINT), new_class(1, 30, NO_HINT)})
+
+
+def test_lru_orders_a_chain_that_came_in_pieces_tail_first():
+    policy = LruPolicy()
+    chain = [StorageKey(index.to_bytes(2, "big")) for index in range(192)]
+    for start in range(0, 192, 64):
+        parent = chain[start - 1] if start else None
+        policy.insert(chain[start : start + 64], size_bytes=1, now_s=0.0, parent=parent)
+
+    assert list(policy.candidates(now_s=1.0)) == chain[::-1]

@@ -141,6 +141,32 @@ async def test_dropping_thousands_of_blocks_gives_way():
 
 
 @pytest.mark.parametrize("name", POLICIES)
+async def test_making_room_in_the_background_gives_way_however_long_a_chain_is(name):
+    # In the order of some policies parents come before their children: one leaf brings its chain along.
+    async with running(blocks=MANY, high_water_ratio=1.0, low_water_ratio=0.25) as harness:
+        manager = harness.manager
+        await manager.change_policy(name)
+        await fill(manager, harness.owner, chain_of(MANY, 0))
+        async with watching(manager, every=16) as watch:
+            await manager._space.age()
+        assert len(manager.policy_of("dram")) <= MANY // 4
+        assert watch.turns >= MANY * 3 // 4 // 128
+        assert watch.problems == []
+
+
+async def test_making_room_at_a_quota_gives_way():
+    async with running(blocks=2 * MANY, high_water_ratio=1.0, namespace_quota_ratio=0.5) as harness:
+        manager = harness.manager
+        await fill(manager, harness.owner, chain_of(MANY, 0))
+        async with watching(manager, every=16) as watch:
+            assert (
+                await fill(manager, harness.owner, chain_of(PUT_SLICE_BLOCKS, 1_000_000)) == PUT_SLICE_BLOCKS
+            )
+        assert watch.turns >= PUT_SLICE_BLOCKS // 128
+        assert watch.problems == []
+
+
+@pytest.mark.parametrize("name", POLICIES)
 async def test_a_change_of_policy_gives_way_and_what_comes_meanwhile_is_ordered_too(name):
     before = "lru" if name == "gittins" else "gittins"
     async with running(blocks=1024, high_water_ratio=1.0) as harness:
