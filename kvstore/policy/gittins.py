@@ -2,7 +2,7 @@
 
 import heapq
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -58,6 +58,8 @@ class GittinsPolicy:
         self._ghosts: dict[int, Block] = {}
         self._ghost_limit = _MIN_GHOSTS
         self._offered: dict[StorageKey, tuple[Lane, int]] = {}
+        # Adopted before their parents, by these.
+        self._awaiting: dict[StorageKey, list[Block]] = {}
         self._num_offers = 0
         self._now_s = 0.0
         self._usual_cost = 0.0
@@ -194,8 +196,12 @@ class GittinsPolicy:
         self._cohorts.grow(cohort, len(new))
         self._blocks.update(new)
         for key, parent in zip(blocks, parents, strict=True):
-            above = None if parent is None else self._blocks.get(parent)
-            if above is not None and key in new:
+            if parent is None or key not in new:
+                continue
+            above = self._blocks.get(parent)
+            if above is None:
+                self._awaiting.setdefault(parent, []).append(new[key])
+            else:
                 above.children += 1
                 new[key].parent = above
         for block in new.values():
@@ -203,6 +209,22 @@ class GittinsPolicy:
                 self._cohorts.add_leaf(block)
             if block.parent is not None and block.parent.key not in new:
                 self._cohorts.drop_leaf(block.parent)
+        if self._awaiting:
+            self._unite(new)
+
+    def _unite(self, new: Mapping[StorageKey, Block]) -> None:
+        """Link blocks that were adopted before their parents to those that came now."""
+        awaiting = self._awaiting
+        for key, block in new.items():
+            for child in awaiting.pop(key, ()):
+                if child.key is not None and child.parent is None and not _is_above(child, block):
+                    self._link(child, block)
+        if len(awaiting) > len(self._blocks):
+            self._awaiting = {
+                parent: left
+                for parent, children in awaiting.items()
+                if (left := [child for child in children if child.key is not None])
+            }
 
     def refuse(self, offer: Offer, *, now_s: float) -> None:
         """Remember blocks as ghosts in cohorts of the request that offered them."""
@@ -390,3 +412,11 @@ class GittinsPolicy:
 def _too_many(known: Collection[T], limit: int) -> list[T]:
     """Return the first ones of more than ``limit``: what is too many, and some more."""
     return list(islice(known, len(known) - limit + min(_SLACK_BLOCKS, limit // 64)))
+
+
+def _is_above(block: Block, other: Block) -> bool:
+    """Whether a block is the other or one of those that lead to it."""
+    above: Block | None = other
+    while above is not None and above is not block:
+        above = above.parent
+    return above is block

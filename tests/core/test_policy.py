@@ -262,3 +262,23 @@ def test_lru_orders_a_chain_that_came_in_pieces_tail_first():
         policy.insert(chain[start : start + 64], size_bytes=1, now_s=0.0, parent=parent)
 
     assert list(policy.candidates(now_s=1.0)) == chain[::-1]
+
+
+def test_gittins_names_children_first_that_it_adopted_before_their_parents():
+    policy = GittinsPolicy(64)
+    chain = [StorageKey(bytes([index])) for index in range(64)]
+    parents = [None, *chain]
+    for end in range(64, 0, -16):
+        blocks = chain[end - 16 : end][::-1]
+        policy.adopt(blocks, parents[end - 16 : end][::-1], size_bytes=1, now_s=0.0)
+
+    assert list(policy.candidates(now_s=1.0)) == chain[::-1]
+
+
+def test_gittins_adopts_blocks_that_claim_each_other_as_parents_without_a_circle():
+    policy = GittinsPolicy(64)
+    one, other = StorageKey(b"one"), StorageKey(b"other")
+    policy.adopt([one], [other], size_bytes=1, now_s=0.0)
+    policy.adopt([other], [one], size_bytes=1, now_s=0.0)
+
+    assert set(policy.candidates(now_s=1.0)) == {one, other}
