@@ -1,6 +1,9 @@
 """Afterwards: what an answer need not wait for, done right behind it."""
 
+import logging
 from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
 
 
 class Afterwards:
@@ -27,9 +30,15 @@ class Afterwards:
             work()
 
     def settle(self) -> None:
-        """Do what was put off, and put nothing more off. Whoever needs its effects may call it early."""
+        """Do what was put off, and put nothing more off. Whoever needs its effects may call it early.
+
+        The answer is given: work that fails is logged, and keeps none behind it from being done.
+        """
         self._is_waiting = False
         if self._work:
             work, self._work = self._work, []
             for item in work:
-                item()
+                try:
+                    item()
+                except Exception:
+                    logger.exception("what was put off behind an answer failed")

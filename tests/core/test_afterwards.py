@@ -1,5 +1,7 @@
 """Work that answers do not wait for."""
 
+import pytest
+
 from kvstore.afterwards import Afterwards
 
 
@@ -29,3 +31,14 @@ def test_nothing_more_is_put_off_once_it_is_settled() -> None:
     afterwards.do(lambda: done.append(1))
     afterwards.settle()
     assert done == [1]
+
+
+def test_work_that_fails_keeps_none_behind_it_from_being_done(caplog: pytest.LogCaptureFixture) -> None:
+    done: list[int] = []
+    afterwards = Afterwards()
+    afterwards.begin()
+    afterwards.do(lambda: 1 // 0)
+    afterwards.do(lambda: done.append(2))
+    afterwards.settle()
+    assert done == [2]
+    assert "ZeroDivisionError" in caplog.text
