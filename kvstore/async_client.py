@@ -427,7 +427,7 @@ class AsyncKVStore(AsyncRecordMethods):
     ) -> dict[str, Any]:  # Any: JSON
         """Return estimated hit rates by size: see docs/sizing.md.
 
-        Of all lookups, or of those in one namespace. Over HTTP, callers that are not administrators are told
+        Of all lookups, or of those in one namespace. Over HTTP, callers with a key of a tenant are told
         of the namespaces of their own only.
 
         Raises:

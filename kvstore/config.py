@@ -39,6 +39,7 @@ TLS_FOLDER_VARIABLE = "KVSTORE_TLS_FOLDER"
 
 _OTLP = "OTEL_EXPORTER_OTLP"
 _MIN_QUEUE_SPANS, _MAX_QUEUE_SPANS = 512, 1 << 20
+_MAX_DIGITS = 20
 _FILE_MAX_BYTES = 1 << 20
 
 _S = TypeVar("_S", bound="SectionConfig")
@@ -204,8 +205,9 @@ def trace_settings(environ: Mapping[str, str] = os.environ) -> TraceSettings | N
         return None
     protocol = environ.get(f"{_OTLP}_TRACES_PROTOCOL") or environ.get(f"{_OTLP}_PROTOCOL") or "http/protobuf"
     queue_spans = environ.get("OTEL_BSP_MAX_QUEUE_SIZE", "")
-    is_size = queue_spans.isdecimal() and _MIN_QUEUE_SPANS <= int(queue_spans[:9]) <= _MAX_QUEUE_SPANS
-    return TraceSettings(protocol, int(queue_spans) if is_size else TraceSettings.queue_spans)
+    num_spans = int(queue_spans) if queue_spans.isdecimal() and len(queue_spans) <= _MAX_DIGITS else 0
+    is_size = _MIN_QUEUE_SPANS <= num_spans <= _MAX_QUEUE_SPANS
+    return TraceSettings(protocol, num_spans if is_size else TraceSettings.queue_spans)
 
 
 def _tables(tree: Mapping[str, object], source: str) -> dict[str, Mapping[str, object]]:

@@ -130,7 +130,8 @@ async def _check_lower_sample(state: State, tier: Tier, sample_blocks: int) -> l
             (outcome,) = await tier.read(
                 [entry.read_request(buffer)], deadline_s=state.clock() + _READ_TIMEOUT_S
             )
-            if outcome.status in _BAD and entry.is_ready(tier.name):
+            is_bad = outcome.status in _BAD and outcome.reason is not MissReason.ERASED
+            if is_bad and entry.is_ready(tier.name):
                 problems.append(_corrupt(state, tier.name, entry, outcome.status.value))
                 state.forget_copy(entry, tier.name, MissReason.CORRUPT)
     return problems

@@ -16,7 +16,7 @@ _OPERATORS_ONLY = ("sampled_blocks", "sample_ratio", "lost_blocks", "lost_sample
 async def size(call: Call) -> web.StreamResponse:
     """Estimate hit rates at other sizes of the store.
 
-    Of a namespace that is the caller's own, or of all that are; of the whole store for an administrator.
+    Of a namespace that is the caller's own, or of all that are; of the whole store for the operator.
     """
     return json_answer(_told(call, call.service.manager.size_curve(_namespaces(call))))
 
@@ -24,7 +24,7 @@ async def size(call: Call) -> web.StreamResponse:
 async def branches(call: Call) -> web.StreamResponse:
     """Tell which branches of the prefix tree were looked up most in the last minutes.
 
-    Of a namespace that is the caller's own, or of all that are; of the whole store for an administrator.
+    Of a namespace that is the caller's own, or of all that are; of the whole store for the operator.
     """
     asked = call.values.integer("limit")
     return json_answer(branches_for(call, limit=TOLD if asked is None else asked))

@@ -262,6 +262,24 @@ async def test_a_block_that_is_being_loaded_is_not_served(tmp_path: Path) -> Non
         assert plaintext_windows(one.arena_bytes(), chain.keys) == 0
 
 
+async def test_a_check_takes_no_copy_for_damaged_whose_tenant_is_erased_meanwhile(tmp_path: Path) -> None:
+    chain = ANN.chain(range(32))
+    async with node(tmp_path / "a") as one:
+        await one.store(ANN, chain)
+        await one.empty_dram(chain)
+        gate = one.hold_tier(0)
+        checking = asyncio.create_task(one.manager.check())
+        await until(lambda: "read" in gate.calls)
+
+        erasing = asyncio.create_task(one.manager.erase(tenant(ANN)))
+        await asyncio.sleep(0.1)
+        gate.let_go()
+
+        assert await checking == []
+        assert (await erasing).is_complete
+        assert one.lower[0].used_bytes == 0
+
+
 @pytest.mark.parametrize("tier", [0, 1])
 async def test_a_block_that_is_being_written_does_not_survive_under_the_next_key(
     tmp_path: Path, redis: RedisServer, tier: int

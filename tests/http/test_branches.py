@@ -79,6 +79,15 @@ async def test_a_tenant_is_told_of_its_own_branches_alone(store):
     assert not {"sample_ratio", "lost_samples", "kept_branches"} & set(ours.json)
 
 
+async def test_the_scope_admin_of_a_tenant_tells_no_more_than_read(store):
+    own, admin = [await ask(store, key_of("acme", *scopes)) for scopes in ([Scope.READ], Scope)]
+
+    for answer in (own.json, admin.json):
+        for branch in answer["branches"]:
+            del branch["last_use_s"]
+    assert admin.json == own.json
+
+
 async def test_no_salt_is_told(store):
     answer = await ask(store, key_of("acme", Scope.READ))
 

@@ -1,4 +1,4 @@
-"""Hit rates by size over HTTP: a tenant is told of its own lookups, an administrator of all."""
+"""Hit rates by size over HTTP: a tenant is told of its own lookups, the operator of all."""
 
 import asyncio
 from dataclasses import replace

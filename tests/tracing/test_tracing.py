@@ -75,6 +75,8 @@ def test_nothing_is_traced_unless_it_is_asked_for(environ):
         ({**ENDPOINT, "OTEL_BSP_MAX_QUEUE_SIZE": "4096"}, TraceSettings(queue_spans=4096)),
         ({**ENDPOINT, "OTEL_BSP_MAX_QUEUE_SIZE": "many"}, TraceSettings()),
         ({**ENDPOINT, "OTEL_BSP_MAX_QUEUE_SIZE": "1"}, TraceSettings()),
+        ({**ENDPOINT, "OTEL_BSP_MAX_QUEUE_SIZE": "0000010240000"}, TraceSettings()),
+        ({**ENDPOINT, "OTEL_BSP_MAX_QUEUE_SIZE": "000001024" + 5000 * "0"}, TraceSettings()),
     ],
 )
 def test_an_endpoint_or_the_exporters_name_asks_for_traces(environ, wanted):
