@@ -80,12 +80,19 @@ class EngineLoop:
     """
 
     def __init__(
-        self, worker: ForwardWorker, supply: BlockSupply, namespace: Namespace, limits: SchedulerLimits
+        self,
+        worker: ForwardWorker,
+        supply: BlockSupply,
+        namespace: Namespace,
+        limits: SchedulerLimits,
+        *,
+        served_name: str,
     ) -> None:
         self._worker = worker
         self._supply = supply
         self._namespace = namespace
         self._limits = limits
+        self._served_name = served_name
         self._live: dict[int, LiveRequest] = {}
         self._numbers = itertools.count()
         self._has_news = asyncio.Event()
@@ -106,7 +113,7 @@ class EngineLoop:
             tokens=list(request.prompt),
             chain=namespace.chain(request.prompt),
         )
-        live.trace = RequestTrace.begin(namespace.model, live.report, max_tokens)
+        live.trace = RequestTrace.begin(self._served_name, live.report, max_tokens)
         self._live[live.number] = live
         self._has_news.set()
         return live

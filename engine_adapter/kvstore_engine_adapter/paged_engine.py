@@ -63,7 +63,7 @@ class EngineSettings:
     are refused. A pass computes at most ``step_tokens`` tokens (None: 128 on a CPU, else 2048). ``ageing_s``:
     see ``scheduler``. ``compiled_folder`` keeps what is compiled for this machine (None: on a CPU torch's
     attention is used). ``attention_backend`` is for a GPU. ``kv_cache_dtype``: what keys and values
-    are kept as.
+    are kept as. ``served_name``: what clients call the model, for traces (None: its own name).
     """
 
     block_tokens: int = 16
@@ -79,6 +79,7 @@ class EngineSettings:
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
     tenant_salt: bytes = b""
     epoch: int = 0
+    served_name: str | None = None
     waits: Waits = field(default_factory=Waits)
 
 
@@ -220,7 +221,8 @@ class PagedEngine:
         )
         rows = ", ".join(map(str, model.row_ladder))
         logger.info("engine: attention: %s; row counts with equal bits: %s", running.ops.describe(), rows)
-        return EngineLoop(running.worker, running.supply, self._namespace, limits)
+        name = settings.served_name or model.config.name
+        return EngineLoop(running.worker, running.supply, self._namespace, limits, served_name=name)
 
     async def close(self, *, drain_s: float = 5.0) -> None:
         """End what runs and waits with EngineClosed, let writes drain for ``drain_s``, close the tiers.

@@ -189,6 +189,7 @@ def _settings(options: ServeOptions, model: LoadedModel, salt: bytes) -> EngineS
         num_blocks=num_blocks,
         is_reusing=options.is_reusing,
         tenant_salt=salt,
+        served_name=options.served_model_name,
         max_num_seqs=options.max_num_seqs,
         attention_backend=options.attention_backend,
         kv_cache_dtype=options.kv_cache_dtype,

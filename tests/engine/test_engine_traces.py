@@ -11,9 +11,9 @@ from tests.tracing.collector import Collector
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
-def ask(url, **headers):
+def ask(url, model="tiny", **headers):
     body = {
-        "model": "tiny",
+        "model": model,
         "messages": [{"role": "user", "content": TEXT}],
         "max_tokens": 4,
         "temperature": 0,
@@ -40,8 +40,10 @@ def test_one_trace_goes_from_an_engines_request_to_the_read_of_a_disk(tiny_gguf,
         store.start(environ=collector.environ)
         environ = {**os.environ, **collector.environ}
         try:
-            with engine(tiny_gguf, "--store", address, environ=environ) as second:
-                ask(second.url, traceparent=f"00-{TRACE}-{PARENT}-01")
+            with engine(
+                tiny_gguf, "--store", address, "--served-model-name", "small", environ=environ
+            ) as second:
+                ask(second.url, "small", traceparent=f"00-{TRACE}-{PARENT}-01")
                 spans = collector.wait_for("ssd read", "POST /v1/chat/completions")
                 assert second.stop()[0] == 0
         finally:
@@ -54,5 +56,7 @@ def test_one_trace_goes_from_an_engines_request_to_the_read_of_a_disk(tiny_gguf,
     assert way[-1].parent == PARENT
     assert [span.service for span in way] == ["kvstore"] * 2 + ["kvstore-engine"] * (len(way) - 2)
     answered = next(span for span in way if span.name.startswith("text_completion"))
+    assert answered.name == "text_completion small", "by the name that clients give"
+    assert answered.attributes["gen_ai.request.model"] == "small"
     assert answered.attributes["gen_ai.usage.cache_read.input_tokens"] > 0
     assert answered.attributes["gen_ai.usage.output_tokens"] == 4
