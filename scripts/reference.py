@@ -95,7 +95,7 @@ def _argument_row(parser: argparse.ArgumentParser, action: argparse.Action) -> s
         name += f" {action.metavar or action.dest.upper()}"
     text = parser._get_formatter()._expand_help(action) if action.help else ""
     notes = ["required"] if action.required else []
-    if action.help and action.default not in (None, False, "") and "default" not in text:
+    if action.help and action.default not in (None, False, "", []) and "default" not in text:
         notes.append(f"default: {action.default}")
     elif not action.help and action.default is not None:
         text = f"default: {action.default}"

@@ -43,7 +43,7 @@ def test_one_trace_goes_from_an_engines_request_to_the_read_of_a_disk(tiny_gguf,
             with engine(
                 tiny_gguf, "--store", address, "--served-model-name", "small", environ=environ
             ) as second:
-                ask(second.url, "small", traceparent=f"00-{TRACE}-{PARENT}-01")
+                usage = ask(second.url, "small", traceparent=f"00-{TRACE}-{PARENT}-01")["usage"]
                 spans = collector.wait_for("ssd read", "POST /v1/chat/completions")
                 assert second.stop()[0] == 0
         finally:
@@ -58,5 +58,7 @@ def test_one_trace_goes_from_an_engines_request_to_the_read_of_a_disk(tiny_gguf,
     answered = next(span for span in way if span.name.startswith("text_completion"))
     assert answered.name == "text_completion small", "by the name that clients give"
     assert answered.attributes["gen_ai.request.model"] == "small"
-    assert answered.attributes["gen_ai.usage.cache_read.input_tokens"] > 0
+    # None on a machine so busy that the load came late.
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert answered.attributes["gen_ai.usage.cache_read.input_tokens"] == cached
     assert answered.attributes["gen_ai.usage.output_tokens"] == 4
