@@ -1,5 +1,6 @@
 """The server's arena as a client holds it: mapped once per server instance, shared by its connections."""
 
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -8,6 +9,9 @@ from dataclasses import dataclass
 from kvstore.arena_view import ArenaView
 from kvstore.cuda_registration import REGISTERED, CudaRegistration, find_runtime
 from kvstore.errors import ProtocolMismatch
+from kvstore.ready_table import ReadyTable
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +19,13 @@ class MappedArena:
     """The arena of one server instance: a read-only mapping for fetches and a writable one for puts.
 
     The first is of a descriptor that cannot be written through. A client that never writes has no second.
+    ``ready`` lists what is READY there, if the server lets clients look.
     """
 
     instance: bytes
     reading: ArenaView
     writing: ArenaView | None
+    ready: ReadyTable | None = None
 
 
 class ArenaCache:
@@ -33,10 +39,13 @@ class ArenaCache:
         self._latest: MappedArena | None = None
         self._registration: CudaRegistration | None = None
 
-    def adopt(self, instance: bytes, fds: Sequence[int], size_bytes: int) -> MappedArena:
-        """Return the mappings of an instance's arena. Takes over ``fds`` and closes them.
+    def adopt(
+        self, instance: bytes, fds: Sequence[int], size_bytes: int, *, table_fd: int | None = None
+    ) -> MappedArena:
+        """Return the mappings of an instance's arena. Takes over the descriptors and closes them.
 
         The first descriptor is for reading, the second, if there is one, of the same arena for writing.
+        ``table_fd`` is that of the table of READY blocks; one that cannot be used is done without.
 
         Raises:
             ProtocolMismatch: the descriptors are not those of one arena of ``size_bytes``.
@@ -55,11 +64,12 @@ class ArenaCache:
                     raise ProtocolMismatch("arena: the descriptors that came are not of one file")
                 reading = ArenaView.map(fds[0])
                 writing = ArenaView.map(fds[1], is_writable=True) if len(fds) > 1 else None
-                self._latest = mapped = MappedArena(instance, reading, writing)
+                ready = None if table_fd is None else _ready_table(table_fd, reading.instance)
+                self._latest = mapped = MappedArena(instance, reading, writing, ready)
                 self._end_registration()
                 return mapped
         finally:
-            for fd in fds:
+            for fd in fds if table_fd is None else (*fds, table_fd):
                 os.close(fd)
 
     def forget(self) -> None:
@@ -87,3 +97,11 @@ class ArenaCache:
         registration, self._registration = self._registration, None
         if registration is not None:
             registration.end()
+
+
+def _ready_table(fd: int, instance: bytes) -> ReadyTable | None:
+    try:
+        return ReadyTable.map(fd, instance)
+    except ProtocolMismatch as error:
+        logger.warning("client: the server is asked for every block: %s", error)
+        return None

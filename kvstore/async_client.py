@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvstore.arena_link import ArenaCache
 from kvstore.async_link import AsyncLink
-from kvstore.async_session import AsyncCallSession, follow_async
+from kvstore.async_session import INLINE_BYTES, AsyncCallSession, follow_async
 from kvstore.calls import FetchResult
 from kvstore.client_calls import Call, ClientCalls, only_block
 from kvstore.client_state import AWAY, ClientState, ClientStats, Timeouts
@@ -498,6 +498,10 @@ class AsyncKVStore(AsyncRecordMethods):
             link = self._link
         else:
             raise ServerUnavailable("server: the connection that held it has ended, and it with that")
+        if call.direct is not None and call.direct_bytes <= INLINE_BYTES and call.namespace in link.opened:
+            result = call.direct(link)
+            if result is not None:
+                return result
         try:
             space = None if call.namespace is None else self._state.namespace(call.namespace)
             session = AsyncCallSession(link, self._state, self._copiers, call.deadline_s, space)

@@ -21,7 +21,7 @@ from kvstore.lending import giving_back
 from kvstore.link import accept_greeting, close_all, greeting, receive_greeting
 from kvstore.messages import Answer, Request, Welcome, decode_answer, encode_message
 from kvstore.traced_calls import begin_call, note_answer
-from kvstore.tracing import TraceContext
+from kvstore.tracing import TraceContext, current
 from kvstore.wire import Frame, FrameDecoder
 
 _SILENCE_S = 1.0
@@ -166,6 +166,19 @@ class AsyncLink(asyncio.BufferedProtocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode_message(message, self._next_id))
             self._next_id += 1
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether a request sent now would belong to a span."""
+        return self._takes_traces and current() is not None
+
+    def tell_if_heard(self, message: Request) -> bool:
+        """As ``tell``, but leave it if the server is behind with reading; returns whether it was sent."""
+        transport = self._transport
+        if transport is None or transport.is_closing() or transport.get_write_buffer_size():
+            return False
+        self.tell(message)
+        return True
 
     def abort(self) -> None:
         """End the connection soon. Idempotent."""

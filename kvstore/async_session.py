@@ -18,7 +18,7 @@ from kvstore.transfer import SlotReader
 
 T = TypeVar("T")
 
-_INLINE_BYTES = 256 << 10
+INLINE_BYTES = 256 << 10
 """Copies up to this size run on the loop's thread: a thread switch would cost more than the copy."""
 
 
@@ -108,7 +108,7 @@ class AsyncCallSession:
         def should_stop() -> bool:
             return is_abandoned.is_set() or link.is_lost or time.monotonic() >= self._deadline_s
 
-        if work.size_bytes <= _INLINE_BYTES:
+        if work.size_bytes <= INLINE_BYTES:
             return work.run(should_stop)
         running = asyncio.get_running_loop().run_in_executor(self._copiers, work.run, should_stop)
         return await outlast(running, when_cancelled=is_abandoned.set)

@@ -487,6 +487,10 @@ class KVStore(RecordMethods):
             return self._follow_on(pool.shared(call.deadline_s, call.holder), call)
         link = pool.take(call.deadline_s, is_control=call.is_control)
         try:
+            if call.direct is not None and call.namespace in link.opened:
+                result = call.direct(link)
+                if result is not None:
+                    return result
             return self._follow_on(link, call)
         finally:
             pool.give_back(link)

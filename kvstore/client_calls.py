@@ -15,6 +15,7 @@ from kvstore import calls, holding_calls
 from kvstore.arena_link import MappedArena
 from kvstore.calls import Connection, FetchResult, Plan, PutTally, Session
 from kvstore.client_state import ClientState
+from kvstore.direct_reads import DirectLink, is_direct, read_directly
 from kvstore.errors import InvalidRequest, KVStoreError, RejectedRequest
 from kvstore.fetch_calls import (
     BufferSource,
@@ -50,6 +51,8 @@ class Call(Generic[T]):
     ``is_held``: what it brings outlives it, so it goes over the connection that is kept for such things.
     ``at_once`` tries it on a connection that knows the namespace, without the steps of a plan, where the
     caller may be blocked; None if that does not suffice: then the plan goes on.
+    ``direct`` tries it before that without asking anybody, on a connection that knows the namespace, copying
+    ``direct_bytes`` on the caller's thread; None if the server has to be asked.
     ``holder``: the connection that what the call is about belongs to; over another it makes no sense.
     ``chain``: the blocks that a call of the data path is about.
     """
@@ -61,6 +64,8 @@ class Call(Generic[T]):
     is_held: bool = False
     holder: Connection | None = None
     at_once: Callable[[Link], T | None] | None = None
+    direct: Callable[[DirectLink], T | None] | None = None
+    direct_bytes: int = 0
     chain: PrefixChain | None = None
 
     def not_served(self, error: KVStoreError) -> T:
@@ -226,6 +231,18 @@ class ClientCalls:
                 hints=hints,
             )
 
+        def direct(link: DirectLink) -> FetchResult | None:
+            return read_directly(
+                link,
+                self._state,
+                ChainRef(chain, part),
+                buffers,
+                length_bytes=length_bytes,
+                deadline_s=deadline_s,
+                hints=hints,
+            )
+
+        is_few = is_peeked(chain, length_bytes)
         return Call(
             lambda session: fetch_plan(
                 session,
@@ -239,7 +256,9 @@ class ClientCalls:
             deadline_s,
             chain.namespace,
             copied_so_far,
-            at_once=at_once if is_peeked(chain, length_bytes) else None,
+            at_once=at_once if is_few else None,
+            direct=direct if is_few and is_direct(len(chain.keys)) else None,
+            direct_bytes=len(chain.keys) * length_bytes,
             chain=chain,
         )
 

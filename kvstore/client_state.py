@@ -80,7 +80,8 @@ class ClientStats:
     server sent; ``ended_leases`` views that were asked of a lease which had ended; ``refused`` calls of the
     data path that the server does not allow this caller (its key is gone, say); ``rejected`` those that it
     calls invalid, though nothing was wrong with them here: they were damaged on the way, or the two are of
-    different versions.
+    different versions; ``direct_blocks`` those read from shared memory without asking, ``untold_blocks`` of
+    them those that the server could not be told of, since it was behind with reading.
     """
 
     connects: int = 0
@@ -92,6 +93,8 @@ class ClientStats:
     refused: int = 0
     ended_leases: int = 0
     rejected: int = 0
+    direct_blocks: int = 0
+    untold_blocks: int = 0
 
 
 class ClientState:
@@ -105,6 +108,8 @@ class ClientState:
         self._namespaces: dict[NamespaceDigest, Namespace] = {}
         self._public: set[NamespaceDigest] = set()
         self._lengths: dict[NamespaceDigest, tuple[int, int]] = {}  # tokens and bytes of a block
+        self._name_ends: dict[NamespaceDigest, bytes] = {}  # of whole blocks
+        self._direct_blocks = self._untold_blocks = 0
         self._stats = ClientStats()
         self._instance: bytes | None = None
         self._rejections = LimitedWarning(logger)
@@ -122,6 +127,7 @@ class ClientState:
         with self._lock():
             digest, layout = namespace.digest, namespace.layout
             self._lengths[digest] = layout.block_tokens, layout.block_bytes
+            self._name_ends[digest] = layout.whole.pack() + digest
             self._namespaces[digest] = namespace
 
     def note_public(self, digest: NamespaceDigest) -> None:
@@ -157,6 +163,12 @@ class ClientState:
             )
         return block_bytes if part is None else layout.part_bytes(part)
 
+    def name_end(self, chain: PrefixChain, part: Part | None) -> bytes:
+        """Return what storage keys of a chain's blocks have behind the block key; its namespace is open."""
+        if part is None:
+            return self._name_ends[chain.namespace]
+        return part.pack() + chain.namespace
+
     def deadline_s(self, timeout_s: float | None, default_s: float) -> float:
         """Return the instant at which a call must be over.
 
@@ -171,7 +183,16 @@ class ClientState:
     @property
     def stats(self) -> ClientStats:
         """Counters as they are now."""
-        return self._stats
+        with self._lock():
+            direct, untold = self._direct_blocks, self._untold_blocks
+            return replace(self._stats, direct_blocks=direct, untold_blocks=untold)
+
+    def note_direct(self, num_blocks: int, *, is_told: bool) -> None:
+        """Count blocks that were read without asking, and whether the server was told."""
+        with self._lock():  # not by replace, which takes as long as the rest of such a read
+            self._direct_blocks += num_blocks
+            if not is_told:
+                self._untold_blocks += num_blocks
 
     def note_away(self, error: KVStoreError) -> MissReason:
         """Count a call that the server did not serve; returns the reason it is a miss for."""

@@ -135,6 +135,7 @@ class Counters:
     corrupt: Counter[str] = field(default_factory=Counter)
     leases: Counter[str] = field(default_factory=Counter)
     hinted_requests: int = 0
+    direct_blocks: int = 0
     checked_blocks: int = 0
     transfers: dict[tuple[str, str], TransferCounters] = field(default_factory=dict)
 
@@ -154,6 +155,7 @@ class Counters:
             "corrupt_blocks": dict(self.corrupt),
             "lease_events": dict(self.leases),
             "hinted_requests": self.hinted_requests,
+            "direct_blocks": self.direct_blocks,
             "checked_blocks": self.checked_blocks,
             "transfers": {f"{a}->{b}": t.as_dict() for (a, b), t in self.transfers.items()},
         }

@@ -18,7 +18,7 @@ from kvstore.errors import NamespaceNotOpen
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest
 from kvstore.layout import Part
 from kvstore.miss import MissReason
-from kvstore.tier import BlockHeader, BlockId, ReadOutcome, ReadRequest, Slot, StorageKey
+from kvstore.tier import BlockHeader, BlockId, Listing, ReadOutcome, ReadRequest, Slot, StorageKey
 
 GONE_RECORDS = 65_536
 """How many blocks that are gone are remembered with the reason; the oldest are forgotten first."""
@@ -190,6 +190,8 @@ class Directory:
         """How often a namespace was opened that was not open."""
         self.changes: CopyChanges | None = None
         """Where changes of copies are noted, if anybody wants to know."""
+        self.listing: Listing | None = None
+        """Where others look for READY copies in the fastest tier: one that is no more is taken out here."""
 
     def open_namespace(
         self, namespace: Namespace, *, in_use: Callable[[], Set[NamespaceDigest]] = frozenset
@@ -250,6 +252,8 @@ class Directory:
 
     def raise_epoch(self, model: str, epoch: int) -> None:
         """End every epoch of a model before ``epoch``: blocks of older namespaces are matched no more."""
+        if epoch > self.epoch(model) and self.listing is not None:
+            self.listing.begin_era()
         self._epochs[model] = max(epoch, self.epoch(model))
         for (digest, _), shelf in self._shelves.items():
             known = self._namespaces.get(digest)
@@ -394,6 +398,8 @@ class Directory:
         """Change the state of a copy that is there."""
         was_ready = entry.copies[tier].state is CopyState.READY
         entry.copies[tier].state = state
+        if was_ready and state is not CopyState.READY:
+            self._unlist(entry, tier)
         if self.changes is not None and was_ready != (state is CopyState.READY):
             self.changes.note(not was_ready, tier, entry)
         self._update_fastest(entry)
@@ -401,6 +407,7 @@ class Directory:
     def remove_copy(self, entry: BlockEntry, tier: str, gone: Gone | None = None) -> Copy:
         """Take an entry's copy in a tier away, and remember why if it was the last and a reason is given."""
         copy = entry.copies.pop(tier)
+        self._unlist(entry, tier)
         if self.changes is not None and copy.state is CopyState.READY:
             self.changes.note(False, tier, entry)
         self._use_bytes(entry.shelf.namespace, tier, -entry.length_bytes)
@@ -411,6 +418,10 @@ class Directory:
             self.remember_gone(entry.name, gone)
         self.prune(entry)
         return copy
+
+    def _unlist(self, entry: BlockEntry, tier: str) -> None:
+        if self.listing is not None and tier == self._certain_tiers[0]:
+            self.listing.remove(entry.name)
 
     def entries_in(self, namespace: NamespaceDigest) -> list[BlockEntry]:
         """Return the entries of all parts of a namespace."""
@@ -442,6 +453,10 @@ class Directory:
         """Whether the epoch of an open namespace is over."""
         known = self._namespaces.get(digest)
         return known is not None and known.epoch < self.epoch(known.model)
+
+    def is_current(self, shelf: Shelf) -> bool:
+        """Whether a shelf's namespace is open, and its epoch is not over."""
+        return not shelf.is_stale and shelf.namespace in self._namespaces
 
     def namespaces(self) -> list[Namespace]:
         """Return every namespace that is known."""

@@ -3,11 +3,13 @@
 What needs no I/O has a form that answers at once, so that a server need not make a task for it.
 """
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import cast
 
 from kvstore.directory import BlockEntry, Shelf
+from kvstore.errors import KVStoreError
 from kvstore.granting import Granter, ReadyCopies
 from kvstore.hints import Hints
 from kvstore.keys import BlockKey, PrefixChain
@@ -145,6 +147,19 @@ class Fetcher:
             return None
         self._state.afterwards.do(partial(self._note_peek, chain, part))
         return self._granter.seen(entries, chain.block_tokens, hints)
+
+    def note_reads(self, chain: PrefixChain, *, part: Part | None = None, hints: Hints | None = None) -> None:
+        """Take note that a client found these blocks READY in the top tier, and read them, without asking.
+
+        It was so, whatever became of them meanwhile: they are hits. It is a use of those that are there.
+        """
+        top, entries = self._state.top.name, list[BlockEntry]()
+        with contextlib.suppress(KVStoreError):  # the namespace was forgotten, and all that could be noted
+            shelf = self._state.directory.shelf(chain.namespace, part)
+            found = map(shelf.entries.get, chain.keys)
+            entries = [entry for entry in found if entry is not None and entry.fastest == top]
+            self._note_peek(chain, part)
+        self._granter.note_told(entries, len(chain.keys), chain.block_tokens, hints)
 
     async def fetch(
         self,

@@ -68,7 +68,16 @@ class Granter:
         self, entries: Sequence[BlockEntry], block_tokens: int, hints: Hints | None = None
     ) -> ReadyCopies:
         """Point to a chain that is READY in the top tier as a whole, and lease nothing; it is a use."""
+        self._state.list_soon(entries)
         return self._found_on_top(entries, None, block_tokens, hints)
+
+    def note_told(
+        self, entries: Sequence[BlockEntry], num_blocks: int, block_tokens: int, hints: Hints | None
+    ) -> None:
+        """Count blocks that a client found on top without asking, and note the use of those still there."""
+        self._state.counters.direct_blocks += num_blocks
+        self._state.counters.fetch.count_hits(num_blocks, self._state.top.name, block_tokens=block_tokens)
+        self._note_use(entries, hints)
 
     def _found_on_top(
         self,

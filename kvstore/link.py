@@ -28,8 +28,8 @@ from kvstore.messages import (
     encode_message,
 )
 from kvstore.traced_calls import begin_call, note_answer
-from kvstore.tracing import TraceContext
-from kvstore.wire import TAKES_TRACES, Frame, FrameDecoder
+from kvstore.tracing import TraceContext, current
+from kvstore.wire import READS_DIRECTLY, TAKES_TRACES, Frame, FrameDecoder
 
 Dial = Callable[[float], socket.socket]
 """Makes a connected stream socket before an instant of ``time.monotonic()``, or raises ServerUnavailable."""
@@ -39,7 +39,8 @@ _AWAKE_S = 100e-6
 """How long an answer is waited for without going to sleep, if the one before it came as soon."""
 
 _PEER = struct.Struct("3i")
-_ARENA_DESCRIPTORS = 2
+_MAX_DESCRIPTORS = 3
+_OFFERED = TAKES_TRACES | READS_DIRECTLY
 
 
 def unix_dial(path: Path) -> Dial:
@@ -177,6 +178,26 @@ class Link:
         self._next_id += 1
         self._is_clean = True
 
+    @property
+    def is_traced(self) -> bool:
+        """Whether a request sent now would belong to a span."""
+        return self._takes_traces and current() is not None
+
+    def tell_if_heard(self, message: Request) -> bool:
+        """As ``tell``, but leave it if the server is behind with reading; returns whether it was sent."""
+        data = encode_message(message, self._next_id)
+        try:
+            sent = self._sock.send(data)
+            if sent < len(data):
+                self._send_rest(memoryview(data)[sent:], time.monotonic() + _TELL_PATIENCE_S)
+        except BlockingIOError:
+            return False
+        except OSError:  # TimeoutError too: half of a message is sent
+            self._is_clean = False
+            return False
+        self._next_id += 1
+        return True
+
     def close(self) -> None:
         """Close the connection. Idempotent."""
         self._is_clean = False
@@ -248,17 +269,17 @@ def receive_greeting(sock: socket.socket, decoder: FrameDecoder, fds: "array.arr
     """Receive once from a greeted server: bytes into ``decoder``, descriptors into ``fds``.
 
     Returns the frame once it is whole. Raises ServerUnavailable at the end of the stream, ProtocolMismatch
-    for more descriptors than an arena has, and what ``socket.recvmsg`` raises.
+    for more descriptors than a server has, and what ``socket.recvmsg`` raises.
     """
-    room = socket.CMSG_SPACE(_ARENA_DESCRIPTORS * fds.itemsize)
+    room = socket.CMSG_SPACE(_MAX_DESCRIPTORS * fds.itemsize)
     data, ancillary, flags, _ = sock.recvmsg(4096, room, socket.MSG_CMSG_CLOEXEC)
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
     if not data:
         raise ServerUnavailable("server: it closed the connection at the greeting: is it full or stopping?")
-    if flags & socket.MSG_CTRUNC or len(fds) > _ARENA_DESCRIPTORS:
-        raise ProtocolMismatch(f"greeting: more than {_ARENA_DESCRIPTORS} descriptors came with it")
+    if flags & socket.MSG_CTRUNC or len(fds) > _MAX_DESCRIPTORS:
+        raise ProtocolMismatch(f"greeting: more than {_MAX_DESCRIPTORS} descriptors came with it")
     decoder.feed(data)
     return decoder.next_frame()
 
@@ -277,22 +298,25 @@ def accept_greeting(
     answer = decode_answer(frame)
     if isinstance(answer, Failed):
         raise answer.to_error()
-    takes_traces = frame.request_id == TAKES_TRACES
-    if not isinstance(answer, Welcome) or frame.request_id > TAKES_TRACES or decoder.pending_bytes:
+    takes_traces = bool(frame.request_id & TAKES_TRACES)
+    if not isinstance(answer, Welcome) or frame.request_id & ~_OFFERED or decoder.pending_bytes:
         raise ProtocolMismatch(f"greeting: answered by {type(answer).__name__}")
     if not answer.arena_bytes:
         return answer, None, takes_traces
-    if not fds:
+    has_table = bool(frame.request_id & READS_DIRECTLY)
+    if len(fds) <= has_table:
         raise ProtocolMismatch("greeting: the arena's descriptor did not come with it")
     taken = list(fds)
     del fds[:]
-    return answer, arenas.adopt(answer.instance, taken, answer.arena_bytes), takes_traces
+    table_fd = taken.pop() if has_table else None
+    arena = arenas.adopt(answer.instance, taken, answer.arena_bytes, table_fd=table_fd)
+    return answer, arena, takes_traces
 
 
 def greeting(*, is_read_only: bool = False) -> bytes:
     """Return the first frame a client sends."""
     hello = HelloReader(os.getpid()) if is_read_only else Hello(os.getpid())
-    return encode_message(hello, TAKES_TRACES)
+    return encode_message(hello, _OFFERED)
 
 
 def close_all(fds: "array.array[int]") -> None:

@@ -109,6 +109,7 @@ class BlockManager:
         self._maintenance: list[asyncio.Task[None]] = []
         self._closing: asyncio.Future[None] | None = None
         self._fetcher = Fetcher(self._state, self._loader, self._granter, self._upkeep.note_fill)
+        self.note_reads = self._fetcher.note_reads
         self._putter = Putter(self._state, self._space, self._mover, self._uses, self._upkeep.note_fill)
         self._departure = Departure(self._state, self._space, self._mover)
 

@@ -53,6 +53,7 @@ from kvstore.requests import (
     Match,
     MatchAndLease,
     NoteHints,
+    NoteReads,
     OpenNamespace,
     Peek,
     Ping,
@@ -96,6 +97,7 @@ Request: TypeAlias = (
     | ReportDamage
     | HelloReader
     | NoteHints
+    | NoteReads
     | ChangePolicy
     | Peek
     | Erase
@@ -150,6 +152,7 @@ _REQUESTS: dict[int, type[Request]] = {
         ReportDamage,
         HelloReader,
         NoteHints,
+        NoteReads,
         ChangePolicy,
         Peek,
         Erase,
@@ -261,6 +264,7 @@ __all__ = [
     "MatchAndLease",
     "Matched",
     "NoteHints",
+    "NoteReads",
     "OpenNamespace",
     "Peek",
     "Ping",

@@ -436,6 +436,30 @@ class NoteHints:
 
 
 @dataclass(frozen=True, slots=True)
+class NoteReads:
+    """Take note that these blocks were found in the table of READY ones, and read; there is no answer."""
+
+    KIND: ClassVar[int] = 34
+    about: ChainRef
+    hints: Hints | None = None
+
+    def to_wire(self) -> Values:
+        """Return the chain's values, and the hints if there are any."""
+        values = self.about.to_wire()
+        return values if self.hints is None else (*values, hints_to_wire(self.hints))
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked request."""
+        hints = None
+        if len(values) == ChainRef.FIELDS + 1:
+            *_, last = values
+            values, hints = values[:-1], hints_from_wire(last)
+        count_fields(values, ChainRef.FIELDS, "note_reads")
+        return cls(ChainRef.from_wire(values), hints)
+
+
+@dataclass(frozen=True, slots=True)
 class ChangePolicy:
     """Give tiers or namespaces other policies, as the text of a plan says; blocks stay."""
 

@@ -87,7 +87,7 @@ async def serving(
         if publisher is not None:
             await stack.enter_async_context(publisher.publishing(feed))
         stack.push_async_callback(server.stop)
-        server.start(store.dram.arena.fd)
+        server.start(store.dram.arena.fd, listing=store.dram.listing)
         if face is not None:
             stack.push_async_callback(face.stop)
             face.start()

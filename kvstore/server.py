@@ -8,6 +8,7 @@ import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from kvstore.accepting import Accepting
 from kvstore.access_log import AccessLog
@@ -31,7 +32,7 @@ from kvstore.server_address import parse_address
 from kvstore.server_counters import ServerCounters
 from kvstore.server_socket import BACKLOG, listening_socket
 from kvstore.serving import MAX_IN_FLIGHT, Connection
-from kvstore.wire import TAKES_TRACES, FrameDecoder, encode_frame
+from kvstore.wire import READS_DIRECTLY, TAKES_TRACES, FrameDecoder, encode_frame
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,20 @@ _IDLE_S = 10.0
 """How long a connection must have been silent, holding nothing, to make way when there is no room."""
 
 _LATE_S = 2.0
+_BEAT_S = 0.1
 _PEER = struct.Struct("3i")
+
+
+class SharedListing(Protocol):
+    """The table of READY blocks that clients look at."""
+
+    fd: int
+
+    def beat(self) -> None:
+        """Say that the server lives."""
+
+    def retire(self) -> None:
+        """Have nobody use it any more."""
 
 
 class StoreServer:
@@ -66,6 +80,8 @@ class StoreServer:
         self._records = records or RecordStore(None)
         self._arena_fd: int | None = None
         self._reading_fd: int | None = None
+        self._listing: SharedListing | None = None
+        self._table_fd: int | None = None
         self._socket_path = socket_path
         self._max_connections = max_connections
         self._stay_awake = stay_awake
@@ -78,7 +94,7 @@ class StoreServer:
         self._connections: set[Connection] = set()
         self._is_started = False
         self._is_stopping = False
-        self._measuring: asyncio.Task[None] | None = None
+        self._minding: list[asyncio.Task[None]] = []
         self._late_work = LateWork()
         self._malformed = LimitedWarning(logger)
         self._refusals = LimitedWarning(logger)
@@ -103,17 +119,21 @@ class StoreServer:
         self._accepting = Accepting(self._listener, self.serve_socket, "server")
         logger.info("server: listening on %s", path)
 
-    def start(self, arena_fd: int | None) -> None:
+    def start(self, arena_fd: int | None, *, listing: SharedListing | None = None) -> None:
         """Let clients in, the manager being open.
 
         ``arena_fd`` is the top tier's memfd (None: clients can neither fetch nor put); it stays the caller's.
-        Clients that may write are sent it, and all of them one for reading only.
+        Clients that may write are sent it, and all of them one for reading only; and one of the ``listing``
+        of what is READY there, if they know how to read it.
         """
         self._arena_fd = arena_fd
         self._reading_fd = None if arena_fd is None else open_read_only(arena_fd)
-        self._measuring = asyncio.create_task(
-            measure_loop_delay(self.counters.loop_delay), name="server-loop-delay"
-        )
+        self._minding = [
+            asyncio.create_task(measure_loop_delay(self.counters.loop_delay), name="server-loop-delay")
+        ]
+        if listing is not None and listing.fd >= 0:
+            self._listing, self._table_fd = listing, open_read_only(listing.fd)
+            self._minding.append(asyncio.create_task(_beat_forever(listing), name="server-beat"))
         self._is_started = True
 
     def serve_socket(self, sock: socket.socket) -> None:
@@ -142,8 +162,7 @@ class StoreServer:
     async def stop(self, *, drain_s: float = 5.0) -> None:
         """Stop listening, answer the requests under way for up to ``drain_s`` seconds, and disconnect."""
         self._is_stopping = True
-        if self._measuring is not None:
-            self._measuring.cancel()
+        self._retire()
         if self._accepting is not None:
             self._accepting.stop()
             self._accepting = None
@@ -163,9 +182,17 @@ class StoreServer:
             connection.abort()
         await asyncio.sleep(0)
         await self._late_work.close(patience_s=_LATE_S)
-        reading_fd, self._reading_fd = self._reading_fd, None
-        if reading_fd is not None:
-            os.close(reading_fd)
+        fds, self._reading_fd, self._table_fd = (self._reading_fd, self._table_fd), None, None
+        for fd in fds:
+            if fd is not None:
+                os.close(fd)
+
+    def _retire(self) -> None:
+        """Have no client read what is listed any more, and nobody look after the server."""
+        for task in self._minding:
+            task.cancel()
+        if self._listing is not None:
+            self._listing.retire()
 
     def _unlisten(self) -> None:
         bound, self._bound = self._bound, None
@@ -194,7 +221,7 @@ class StoreServer:
                 decoder = FrameDecoder()
                 hello, offered = await self._read_hello(sock, decoder)
                 self._note_greeted()
-                self._send_welcome(sock, offered & TAKES_TRACES, is_reader=isinstance(hello, HelloReader))
+                self._send_welcome(sock, offered, is_reader=isinstance(hello, HelloReader))
         except ProtocolMismatch as error:
             self.counters.protocol_errors += 1
             self._malformed.warn("server: closed a connection at its greeting: %s", error)
@@ -292,12 +319,23 @@ class StoreServer:
             raise ProtocolMismatch(f"message: {type(request).__name__} before the greeting")
         return request, frame.request_id
 
-    def _send_welcome(self, sock: socket.socket, greeting_id: int, *, is_reader: bool) -> None:
+    def _send_welcome(self, sock: socket.socket, offered: int, *, is_reader: bool) -> None:
+        greeting_id = offered & TAKES_TRACES
         if self._arena_fd is None or self._reading_fd is None:
             sock.send(encode_message(Welcome(self._instance, 0, MAX_IN_FLIGHT), greeting_id))
             return
         arena_bytes = os.fstat(self._arena_fd).st_size
+        fds = [self._reading_fd] if is_reader else [self._reading_fd, self._arena_fd]
+        if offered & READS_DIRECTLY and self._table_fd is not None:
+            greeting_id |= READS_DIRECTLY
+            fds.append(self._table_fd)
         frame = encode_message(Welcome(self._instance, arena_bytes, MAX_IN_FLIGHT), greeting_id)
         # The buffer of a fresh socket holds far more than this frame, so it goes out whole.
-        fds = [self._reading_fd] if is_reader else [self._reading_fd, self._arena_fd]
         socket.send_fds(sock, [frame], fds)
+
+
+async def _beat_forever(listing: SharedListing) -> None:
+    """Keep clients sure that what is listed holds: a server that hangs may not have heard what ended."""
+    while True:
+        listing.beat()
+        await asyncio.sleep(_BEAT_S)

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from kvstore.access_log import Access, AccessLog
+from kvstore.access_log import AccessLog
 from kvstore.answering import (
     UNTIMED_S,
     answer_erase,
@@ -41,7 +41,6 @@ from kvstore.late_work import LateWork
 from kvstore.lingering import Lingering
 from kvstore.log_limit import LimitedWarning
 from kvstore.manager import BlockManager
-from kvstore.message_fields import ChainRequest
 from kvstore.messages import (
     AdvanceEpoch,
     Answer,
@@ -67,6 +66,7 @@ from kvstore.messages import (
     MatchAndLease,
     Matched,
     NoteHints,
+    NoteReads,
     OpenNamespace,
     Peek,
     Ping,
@@ -85,6 +85,7 @@ from kvstore.messages import (
     decode_traced,
     encode_message,
 )
+from kvstore.noted_requests import note_access
 from kvstore.record_answers import RECORD_REQUESTS, answer_about_records
 from kvstore.record_store import RecordStore
 from kvstore.results import LeaseId, Owner, Reserved
@@ -115,16 +116,6 @@ _COPY_SLACK_S = 60e-6
 _LONGEST_WAKE_S = 300e-6
 """How long the loop is kept awake for what a client sends after its copy, which is taken to run at that rate;
 after a longer copy the time that waking takes does not count."""
-
-_ACCESSES: dict[type[Request], Access] = {
-    Match: Access.LOOK,
-    MatchAndLease: Access.LOOK,
-    Peek: Access.PEEK,
-    Fetch: Access.TAKE,
-    LeaseChain: Access.TAKE,
-    Reserve: Access.STORE,
-}
-"""What the requests of the data path do, for the access log."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -321,13 +312,15 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._counters.requests[type(request).__name__.lower()] += 1
         if self._access_log is not None:
-            self._note_access(self._access_log, request)
+            note_access(self._access_log, self._owner, request)
         if isinstance(request, Release):
             self._release(request)
         elif isinstance(request, ReturnSlots):
             self._slots.take_back(request)
         elif isinstance(request, ReportDamage):
             self._note_damage(request.about)
+        elif isinstance(request, NoteReads):
+            self._manager.note_reads(request.about.chain, part=request.about.part, hints=request.hints)
         elif frame.request_id in self._in_flight:
             raise ProtocolMismatch(f"request id {frame.request_id} is already under way")
         elif self._is_draining:
@@ -337,11 +330,6 @@ class Connection(asyncio.BufferedProtocol):
             self._in_flight[frame.request_id] = task
             self._idle.clear()
             task.add_done_callback(lambda _: self._finish(frame.request_id))
-
-    def _note_access(self, log: AccessLog, request: Request) -> None:
-        access = _ACCESSES.get(type(request))
-        if access is not None and isinstance(request, ChainRequest):
-            log.note(self._owner, access, request.about.chain, request.about.part)
 
     def _finish(self, request_id: int) -> None:
         del self._in_flight[request_id]

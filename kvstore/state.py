@@ -5,6 +5,7 @@ import contextlib
 import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvstore.afterwards import Afterwards
 from kvstore.beliefs import Beliefs
@@ -18,8 +19,9 @@ from kvstore.lease import LeaseTable
 from kvstore.miss import MissReason
 from kvstore.pacing import WritePace
 from kvstore.policy import NO_HINT, EvictionPolicy, Hint
+from kvstore.ready_table import MAX_DIRECT_BLOCKS
 from kvstore.size_curve import SizeCurve
-from kvstore.tier import BlockId, Slot, SlotTier, StorageKey, Tier
+from kvstore.tier import BlockId, ListedTier, Listing, Slot, SlotTier, StorageKey, Tier
 
 _LEFT_FOR_ROOM = (MissReason.EVICTED, MissReason.NOT_ADMITTED)
 """Reasons to leave that say nothing about a block but that others are worth more: it may come again."""
@@ -112,13 +114,15 @@ class State:
         if len(set(names)) != len(names):
             raise InvalidRequest(f"manager: tier names must differ, got {', '.join(names)}")
         certain: list[SlotTier | Tier] = [top, *(tier for tier in lower if not tier.is_shared)]
+        directory = Directory([tier.name for tier in certain])
+        directory.listing = top.listing if isinstance(top, ListedTier) else None
         return cls(
             top=top,
             lower=tuple(lower),
             policies=new_policies(certain),
             settings=settings,
             clock=clock,
-            directory=Directory([tier.name for tier in certain]),
+            directory=directory,
         )
 
     def all_tiers(self) -> list[SlotTier | Tier]:
@@ -266,6 +270,31 @@ class State:
         for entry in entries:
             self.directory.forget_gone(entry.name)
         self._insert(self.top.name, entries, is_use=is_use)
+        self.list_soon(entries)
+
+    def list_soon(self, entries: Sequence[BlockEntry]) -> None:
+        """Have clients find blocks that are READY on top without asking, if they are few."""
+        listing = self.directory.listing
+        if listing is not None and len(entries) <= MAX_DIRECT_BLOCKS:
+            self.afterwards.do(partial(self._list, listing, entries))
+
+    def _list(self, listing: Listing, entries: Sequence[BlockEntry]) -> None:
+        top, directory = self.top.name, self.directory
+        for entry in entries:
+            copy = entry.copies.get(top)
+            if copy is None or copy.state is not CopyState.READY or not directory.is_current(entry.shelf):
+                continue
+            if copy.slot is None or copy.checksum is None or listing.holds(entry.name):
+                continue
+            if copy.generation is None:
+                copy.generation = self.top.generation(copy.slot)
+            listing.add(
+                entry.name,
+                copy.slot,
+                generation=copy.generation,
+                payload_sum=copy.checksum,
+                length_bytes=entry.length_bytes,
+            )
 
     def _insert(self, tier: str, entries: Sequence[BlockEntry], *, is_use: bool) -> None:
         if not entries:

@@ -386,6 +386,31 @@ Slot = NewType("Slot", int)
 """Handle of one slot of a SlotTier: for dram its byte offset in the arena, for vram its page slot number."""
 
 
+class Listing(Protocol):
+    """Where a SlotTier says which of its slots hold READY blocks, for others to look at; lossy."""
+
+    def add(
+        self, name: StorageKey, slot: Slot, *, generation: int, payload_sum: int, length_bytes: int
+    ) -> None:
+        """List a READY block."""
+
+    def holds(self, name: StorageKey) -> bool:
+        """Whether a block is listed."""
+
+    def remove(self, name: StorageKey) -> None:
+        """List a block no more."""
+
+    def begin_era(self) -> None:
+        """List nothing of what was listed."""
+
+
+@runtime_checkable
+class ListedTier(Protocol):
+    """What a SlotTier is too whose blocks are listed."""
+
+    listing: Listing
+
+
 class SlotTier(Protocol):
     """A place with slots that are used in position: arena slots for clients, page slots for an engine.
 

@@ -42,6 +42,9 @@ TAKES_TRACES = 1
 A client offers it, and a server that knows it sends it back; one that does not answers with id 0.
 """
 
+READS_DIRECTLY = 2
+"""Another such flag: behind the arena's descriptors comes that of the table of READY blocks."""
+
 _MAX_TEXT_BYTES = 4096
 _MAX_ARRAY = 64
 _PREFIX = struct.Struct("<4sHHQI")

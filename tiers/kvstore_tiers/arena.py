@@ -31,18 +31,18 @@ class Arena:
         self.view = view
 
     @classmethod
-    def create(cls, capacity_bytes: int, *, is_locked: bool = False) -> "Arena":
+    def create(cls, capacity_bytes: int, *, is_locked: bool = False, beside_bytes: int = 0) -> "Arena":
         """Make an arena with ``capacity_bytes`` of slot space, all of it backed by memory. Blocks.
 
         Touching memory for the first time costs about 0.5 s per GiB; it is paid here. ``is_locked`` keeps
-        the arena out of swap.
+        the arena out of swap. There has to be memory for ``beside_bytes`` more.
 
         Raises:
             TierUnavailable: the memory cannot be had: message with the amount, the limit and the remedy.
         """
         capacity_bytes = capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         arena_format = ArenaFormat(capacity_bytes, os.urandom(INSTANCE_BYTES))
-        _check_limits(arena_format.total_bytes, is_locked=is_locked)
+        _check_limits(arena_format.total_bytes, beside_bytes, is_locked=is_locked)
         fd = os.memfd_create("kvstore-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.truncate(fd, arena_format.total_bytes)
@@ -105,18 +105,25 @@ class Arena:
         self.view.close()
 
 
-def _check_limits(total_bytes: int, *, is_locked: bool) -> None:
+def _check_limits(arena_bytes: int, beside_bytes: int, *, is_locked: bool) -> None:
     """Refuse before the first page is touched, since the kernel's way of refusing later is to kill."""
-    for limit_bytes, what, remedy in (
-        (_available_bytes(), "memory is available", "lower the capacity or free memory"),
+    both = arena_bytes + beside_bytes
+    for total_bytes, limit_bytes, what, remedy in (
+        (both, _available_bytes(), "memory is available", "lower the capacity or free memory"),
         (
+            both,
             _cgroup_room_bytes(),
             "is left of the control group's limit",
             "lower the capacity or raise memory.max",
         ),
-        (_limit(resource.RLIMIT_FSIZE), "is the file size limit", "raise it (ulimit -f)"),
-        (_limit(resource.RLIMIT_AS), "is the address space limit", "raise it (ulimit -v)"),
-        (_limit(resource.RLIMIT_MEMLOCK) if is_locked else None, "may be locked", "raise it (ulimit -l)"),
+        (arena_bytes, _limit(resource.RLIMIT_FSIZE), "is the file size limit", "raise it (ulimit -f)"),
+        (both, _limit(resource.RLIMIT_AS), "is the address space limit", "raise it (ulimit -v)"),
+        (
+            arena_bytes,
+            _limit(resource.RLIMIT_MEMLOCK) if is_locked else None,
+            "may be locked",
+            "raise it (ulimit -l)",
+        ),
     ):
         if limit_bytes is not None and total_bytes > limit_bytes:
             raise TierUnavailable(

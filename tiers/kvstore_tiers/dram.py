@@ -4,13 +4,16 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import TierFull
+from kvstore.ready_table import TableFormat
 from kvstore.tier import ALIGNMENT_BYTES, Medium, Slot
 from kvstore_tiers.arena import Arena
+from kvstore_tiers.ready_listing import ReadyListing
 from kvstore_tiers.slots import SlotAllocator, padded
 
 _log = logging.getLogger(__name__)
@@ -30,6 +33,8 @@ class DramTier:
     Overwriting. ``overwrite`` zeroes slots, ``overwrite_free`` all that is in no slot, bit by bit between
     other work: what is allocated meanwhile is left alone.
 
+    Listing. ``listing`` is a small table beside the arena that clients find READY blocks in without asking.
+
     Owner: one event loop's thread. The memoryviews may be used from any thread.
     """
 
@@ -44,6 +49,8 @@ class DramTier:
         self._arena: Arena | None = None
         self._free_pages: npt.NDArray[np.bool_] | None = None
         self._overwriting = asyncio.Lock()
+        self.listing = ReadyListing()
+        """Which slots hold READY blocks, for clients to look at."""
 
     @property
     def name(self) -> str:
@@ -83,15 +90,24 @@ class DramTier:
             TierUnavailable: it cannot be had: message with the amount, the limit and the remedy.
         """
         if self._arena is None:
+            table = TableFormat.for_arena(self._slots.capacity_bytes, b"")
             self._arena = await asyncio.to_thread(
-                Arena.create, self._slots.capacity_bytes, is_locked=self._is_locked
+                Arena.create,
+                self._slots.capacity_bytes,
+                is_locked=self._is_locked,
+                beside_bytes=table.total_bytes,
             )
+            try:
+                self.listing.open(replace(table, instance=self._arena.instance))
+            except OSError as error:
+                _log.warning("%s: clients cannot read without asking: %s", self._name, error.strerror)
             _log.info("%s: %d bytes are in huge pages", self._name, self._arena.huge_bytes)
             _log.info("%s: arena for CUDA: %s", self._name, await asyncio.to_thread(self._arena.pin))
 
     async def close(self) -> None:
         """Give the memory back; views that are still held stay valid until dropped. Idempotent."""
         arena, self._arena = self._arena, None
+        self.listing.close()
         if arena is not None:
             arena.close()
 

@@ -1,0 +1,206 @@
+"""ReadyTable: which blocks are READY in the arena, as the server lists them in shared memory.
+
+    page 0    header: magic, version, sizes, the instance of the arena, xxh3-64 over the fields before it;
+              at 2048 what changes: the era, and when the server last wrote it (ns of CLOCK_MONOTONIC)
+    buckets   two entries of 128 bytes each: storage key, slot, checksum, generation and length of a block,
+              and a seal over them
+
+A reader needs no lock and no order of stores. The seal is the xxh3-64 of an entry's fields, seeded by the
+arena's instance and the era: what is torn, half written, of another table or of an earlier era has another.
+An entry is taken away before its block may not be served any more; where that is so of many at once, the era
+ends. It is a cache of what the server knows: what is not listed, it is asked for.
+
+The server makes the table and is the only one that can write it. The file is sealed against a change of size.
+"""
+
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from kvstore.arena_view import INSTANCE_BYTES, SEALS
+from kvstore.checksum import checksum
+from kvstore.errors import ProtocolMismatch
+from kvstore.keys import BlockKey
+from kvstore.tier import ALIGNMENT_BYTES, STORAGE_KEY_BYTES
+
+ENTRY_BYTES = 128
+BUCKET_BYTES = 2 * ENTRY_BYTES
+
+FIELDS = struct.Struct("<72sQQII")
+"""Storage key, offset of the slot, checksum, generation, bytes of the block."""
+
+SEALED_BYTES = FIELDS.size + 8
+"""What of an entry is used: its fields and the seal over them."""
+
+ERA_OFFSET = 2048
+"""Where the era is, a u64; 0: nothing is to be used."""
+
+BEAT_OFFSET = ERA_OFFSET + 8
+"""Where the server says, several times a second, that it lives: a u64, ns of CLOCK_MONOTONIC."""
+
+BEAT_PATIENCE_NS = 1_000_000_000
+"""A table is not used whose server has been silent for so long: it may not have heard what ended."""
+
+MAX_DIRECT_BLOCKS = 64
+"""Most blocks of a request that are looked for in the table, or listed at once."""
+
+_MIN_ENTRIES, _MAX_ENTRIES = 1024, 262_144
+_BYTES_PER_ENTRY = 32 << 10
+_MAGIC = b"KVREADY\0"
+_VERSION = 1
+_HEADER = struct.Struct("<8sIIQ16s")
+_HEADER_SUM = struct.Struct("<Q")
+_LIVE = struct.Struct("<QQ")
+_AFTER_KEY = struct.Struct("<QQIIQ")
+
+Listed = tuple[int, int, int]
+"""Slot, generation and checksum of a block, as in ``ReadySlot``."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableFormat:
+    """Size of one table, and which arena it is about."""
+
+    num_entries: int
+    instance: bytes
+
+    @classmethod
+    def for_arena(cls, capacity_bytes: int, instance: bytes) -> "TableFormat":
+        """Return the format for an arena of that capacity: two entries per 64 KiB, within bounds."""
+        wanted = max(1, capacity_bytes // _BYTES_PER_ENTRY)
+        power = 1 << (wanted - 1).bit_length()
+        return cls(min(max(power, _MIN_ENTRIES), _MAX_ENTRIES), instance)
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the file."""
+        return ALIGNMENT_BYTES + self.num_entries * ENTRY_BYTES
+
+    @property
+    def mask(self) -> int:
+        """What of a number names a bucket."""
+        return self.num_entries // 2 - 1
+
+    def seed(self, era: int) -> int:
+        """Return what the seals of an era are seeded with."""
+        return xxhash.xxh3_64_intdigest(self.instance + era.to_bytes(8, "little"))
+
+    def pack(self) -> bytes:
+        """Return the stored header."""
+        fields = _HEADER.pack(_MAGIC, _VERSION, ENTRY_BYTES, self.num_entries, self.instance)
+        return fields + _HEADER_SUM.pack(checksum(fields))
+
+    @classmethod
+    def unpack(cls, data: bytes, *, file_bytes: int) -> "TableFormat":
+        """Return the format stored in the first page of a table of ``file_bytes``.
+
+        Raises:
+            ProtocolMismatch: not a table, another version, or sizes that do not agree.
+        """
+        fields = data[: _HEADER.size]
+        if len(data) < _HEADER.size + _HEADER_SUM.size or not fields.startswith(_MAGIC):
+            raise ProtocolMismatch("ready table: the file that was sent is none")
+        _, version, entry_bytes, num_entries, instance = _HEADER.unpack(fields)
+        if version != _VERSION or entry_bytes != ENTRY_BYTES:
+            raise ProtocolMismatch(f"ready table: format version {version}, expected {_VERSION}")
+        (stored_sum,) = _HEADER_SUM.unpack_from(data, _HEADER.size)
+        made = cls(num_entries, instance)
+        is_power = num_entries >= 2 and num_entries & (num_entries - 1) == 0
+        if not is_power or stored_sum != checksum(fields) or made.total_bytes != file_bytes:
+            raise ProtocolMismatch(f"ready table: the header does not fit its file of {file_bytes} bytes")
+        return made
+
+
+def bucket_offset(key: bytes, name_end: bytes, mask: int) -> int:
+    """Return where the bucket of a block begins; ``name_end`` is its storage key behind the block key."""
+    spread = xxhash.xxh3_64_intdigest(name_end)
+    number = int.from_bytes(key[:8], "little") ^ spread
+    return ALIGNMENT_BYTES + (number & mask) * BUCKET_BYTES
+
+
+class ReadyTable:
+    """A client's read-only mapping of a table. Thread-safe; it goes with the last reference to it."""
+
+    def __init__(self, mapping: mmap.mmap, table_format: TableFormat) -> None:
+        self.format = table_format
+        self._map = mapping
+        self._mask = table_format.mask
+        self._seed = (0, 0)
+
+    @classmethod
+    def map(cls, fd: int, instance: bytes) -> "ReadyTable":
+        """Map the table of an arena's instance behind a file descriptor, which stays the caller's.
+
+        Raises:
+            ProtocolMismatch: it is none of this version, is about another arena, could change size under the
+                mapping, or there is no address space for it.
+        """
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            file_bytes = os.fstat(fd).st_size
+            table_format = TableFormat.unpack(os.pread(fd, ALIGNMENT_BYTES, 0), file_bytes=file_bytes)
+            if seals & SEALS != SEALS:
+                raise ProtocolMismatch("ready table: the file that was sent may change its size")
+            if table_format.instance != instance or len(instance) != INSTANCE_BYTES:
+                raise ProtocolMismatch("ready table: it is about another arena")
+            mapping = mmap.mmap(fd, file_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            mapping.madvise(mmap.MADV_DONTDUMP)
+        except OSError as error:
+            raise ProtocolMismatch(
+                f"ready table: the file that was sent cannot be mapped: {error.strerror}"
+            ) from error
+        return cls(mapping, table_format)
+
+    def era(self, now_s: float) -> int:
+        """Return the era; 0 if nothing may be used: the server has said so, or has been silent too long.
+
+        ``now_s`` is the time by ``time.monotonic()``.
+        """
+        era, beat_ns = _LIVE.unpack_from(self._map, ERA_OFFSET)
+        age_ns = now_s * 1e9 - beat_ns
+        is_fresh = -BEAT_PATIENCE_NS < age_ns < BEAT_PATIENCE_NS
+        return era if is_fresh else 0
+
+    def is_of_era(self, era: int) -> bool:
+        """Whether that era has not ended."""
+        now: int = _LIVE.unpack_from(self._map, ERA_OFFSET)[0]
+        return now == era
+
+    def find(
+        self, keys: Sequence[BlockKey], name_end: bytes, length_bytes: int, era: int
+    ) -> list[Listed] | None:
+        """Return where blocks lie that are all listed with that length; None if one is not.
+
+        ``name_end`` is what their storage keys have behind the block key. What they hold is the reader's to
+        check after its copy: checksum, generation, and that the era has not ended.
+        """
+        mapping, mask, seed = self._map, self._mask, self._seed_of(era)
+        spread = xxhash.xxh3_64_intdigest(name_end)
+        number_of, seal_of, unpack = int.from_bytes, xxhash.xxh3_64_intdigest, _AFTER_KEY.unpack_from
+        found: list[Listed] = []
+        for key in keys:
+            # As bucket_offset, which would take half as long again.
+            at = ALIGNMENT_BYTES + ((number_of(key[:8], "little") ^ spread) & mask) * BUCKET_BYTES
+            name = key + name_end
+            entry = mapping[at : at + SEALED_BYTES]
+            if not entry.startswith(name):
+                entry = mapping[at + ENTRY_BYTES : at + ENTRY_BYTES + SEALED_BYTES]
+                if not entry.startswith(name):
+                    return None
+            offset, payload_sum, generation, stored_bytes, seal = unpack(entry, STORAGE_KEY_BYTES)
+            if seal != seal_of(entry[: FIELDS.size], seed) or stored_bytes != length_bytes:
+                return None
+            found.append((offset, generation, payload_sum))
+        return found
+
+    def _seed_of(self, era: int) -> int:
+        known, seed = self._seed
+        if known != era:
+            seed = self.format.seed(era)
+            self._seed = (era, seed)  # one step: another thread reads the old pair or the new one
+        return seed

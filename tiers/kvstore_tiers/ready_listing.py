@@ -1,0 +1,135 @@
+"""ReadyListing: the server's side of the table of READY blocks in dram; see ``kvstore.ready_table``."""
+
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Callable
+
+import xxhash
+
+from kvstore.arena_view import SEALS
+from kvstore.keys import KEY_BYTES
+from kvstore.ready_table import (
+    BEAT_OFFSET,
+    ENTRY_BYTES,
+    ERA_OFFSET,
+    FIELDS,
+    SEALED_BYTES,
+    TableFormat,
+    bucket_offset,
+)
+from kvstore.tier import ALIGNMENT_BYTES, STORAGE_KEY_BYTES, Slot, StorageKey
+
+_NOTHING = bytes(ENTRY_BYTES)
+_WIPE_BYTES = 1 << 20
+_FREE = bytes(STORAGE_KEY_BYTES)
+
+
+class ReadyListing:
+    """Writes the table. One event loop's thread; without memory, before ``open``, it lists nothing.
+
+    An entry that is not written whole when somebody reads it has no valid seal. Entries are bytes in a
+    memory that only this process can write, so what stands there can be trusted here.
+    """
+
+    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._clock_ns = clock_ns
+        self._map: mmap.mmap | None = None
+        self._format = TableFormat(0, b"")
+        self._era = self._seed = 0
+        self._is_retired = False
+        self.fd = -1
+        """File descriptor of the table, readable and writable; owned by the listing. -1: there is none."""
+
+    def open(self, table_format: TableFormat) -> None:
+        """Get the memory. Raises OSError if it cannot be had."""
+        fd = os.memfd_create("kvstore-ready", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, table_format.total_bytes)
+            os.pwrite(fd, table_format.pack(), 0)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+            mapping = mmap.mmap(fd, table_format.total_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            mapping.madvise(mmap.MADV_DONTDUMP)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._map, self._format, self.fd = mapping, table_format, fd
+        self._is_retired = False
+        self.begin_era()
+
+    def close(self) -> None:
+        """Have nobody use the table any more, and let go of it. Idempotent."""
+        self.retire()
+        mapping, self._map = self._map, None
+        if mapping is not None:
+            mapping.close()
+            os.close(self.fd)
+            self.fd = -1
+
+    def add(
+        self, name: StorageKey, slot: Slot, *, generation: int, payload_sum: int, length_bytes: int
+    ) -> None:
+        """List a READY block, in the place of another one if need be."""
+        mapping = self._map
+        if mapping is None:
+            return
+        at = bucket_offset(name, name[KEY_BYTES:], self._format.mask)
+        first = mapping[at : at + STORAGE_KEY_BYTES]
+        if first != name:
+            other = at + ENTRY_BYTES
+            if first != _FREE or mapping[other : other + STORAGE_KEY_BYTES] == name:
+                at = other
+        fields = FIELDS.pack(name, slot, payload_sum, generation, length_bytes)
+        seal = xxhash.xxh3_64_intdigest(fields, self._seed)
+        mapping[at : at + SEALED_BYTES] = fields + seal.to_bytes(8, "little")
+
+    def holds(self, name: StorageKey) -> bool:
+        """Whether a block is listed."""
+        return bool(self._find(name))
+
+    def remove(self, name: StorageKey) -> None:
+        """List a block no more: nobody who looks from now on finds it."""
+        at = self._find(name)
+        if at and self._map is not None:
+            self._map[at : at + ENTRY_BYTES] = _NOTHING
+
+    def begin_era(self) -> None:
+        """List nothing of what was listed, from now on."""
+        mapping = self._map
+        if mapping is None or self._is_retired:
+            return
+        self._era += 1
+        self._seed = self._format.seed(self._era)
+        self._write_live(self._era, ERA_OFFSET)
+        self.beat()
+        # No old entry has a seal of this era; they are wiped to make room.
+        nothing = bytes(_WIPE_BYTES)
+        for start in range(ALIGNMENT_BYTES, self._format.total_bytes, _WIPE_BYTES):
+            stop = min(start + _WIPE_BYTES, self._format.total_bytes)
+            mapping[start:stop] = nothing[: stop - start]
+
+    def beat(self) -> None:
+        """Say that the server lives, and so that what it lists holds."""
+        if not self._is_retired:
+            self._write_live(self._clock_ns(), BEAT_OFFSET)
+
+    def retire(self) -> None:
+        """Have nobody use the table any more."""
+        self._is_retired = True
+        self._write_live(0, ERA_OFFSET)
+
+    def _write_live(self, value: int, offset: int) -> None:
+        # A slice is written by one store of eight bytes; pack_into would write byte by byte.
+        if self._map is not None:
+            self._map[offset : offset + 8] = value.to_bytes(8, "little")
+
+    def _find(self, name: StorageKey) -> int:
+        mapping = self._map
+        if mapping is None:
+            return 0
+        at = bucket_offset(name, name[KEY_BYTES:], self._format.mask)
+        if mapping[at : at + STORAGE_KEY_BYTES] == name:
+            return at
+        at += ENTRY_BYTES
+        return at if mapping[at : at + STORAGE_KEY_BYTES] == name else 0
