@@ -28,6 +28,9 @@ _SILENCE_S = 1.0
 """A connection from which nothing came for this long while a request waited is taken for dead."""
 
 
+_MAX_UNSENT_BYTES = 16 << 10
+
+
 class _Waiting(NamedTuple):
     answer: "asyncio.Future[Answer]"
     sent_s: float
@@ -173,9 +176,11 @@ class AsyncLink(asyncio.BufferedProtocol):
         return self._takes_traces and current() is not None
 
     def tell_if_heard(self, message: Request) -> bool:
-        """As ``tell``, but leave it if the server is behind with reading; returns whether it was sent."""
+        """As ``tell``, but leave it if the server is far behind with reading; returns whether it is sent."""
         transport = self._transport
-        if transport is None or transport.is_closing() or transport.get_write_buffer_size():
+        if transport is None or transport.is_closing():
+            return False
+        if transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
             return False
         self.tell(message)
         return True

@@ -12,17 +12,16 @@ from kvstore.arena_link import MappedArena
 from kvstore.calls import FetchResult
 from kvstore.client_state import ClientState
 from kvstore.errors import ProtocolMismatch
-from kvstore.fetch_calls import BufferSource
+from kvstore.fetch_calls import BufferSource, LosableLink, copied, copy_limit
 from kvstore.hints import Hints
 from kvstore.messages import ChainRef, NoteReads, ReadySlot, Request
-from kvstore.miss import MissReason
 from kvstore.ready_table import MAX_DIRECT_BLOCKS
 from kvstore.transfer import ReadEnd, read_slots
 
 _TIER = "dram"
 
 
-class DirectLink(Protocol):
+class DirectLink(LosableLink, Protocol):
     """A connection, and the memory of the server behind it."""
 
     arena: MappedArena | None
@@ -66,15 +65,11 @@ def read_directly(
         return None
     slots = cast("list[ReadySlot]", found)  # plain tuples do as well, and are made in less time
     try:
-        good, end = read_slots(
-            arena.reading, slots, buffers(0, len(slots)), lambda: time.monotonic() >= deadline_s
-        )
+        good, end = read_slots(arena.reading, slots, buffers(0, len(slots)), copy_limit(link, deadline_s))
     except ProtocolMismatch:  # no slot of this arena: whatever the table is, it is not used
         return None
     if end is ReadEnd.STALE or end is ReadEnd.DAMAGED or not good or not table.is_of_era(era):
         return None
-    is_whole = end is ReadEnd.ALL
-    read = about if is_whole else ChainRef(chain[:good], about.part)
+    read = about if end is ReadEnd.ALL else ChainRef(chain[:good], about.part)
     state.note_direct(good, is_told=link.tell_if_heard(NoteReads(read, hints)))
-    checksums = tuple([slot[2] for slot in slots[:good]])
-    return FetchResult(good, (_TIER,) * good, checksums, None if is_whole else MissReason.TIMED_OUT)
+    return copied(slots[:good], _TIER, end, deadline_s)

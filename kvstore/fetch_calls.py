@@ -37,14 +37,18 @@ PEEK_BYTES = 4 << 20
 """Up to here blocks are copied without a lease: they hardly leave meanwhile."""
 
 
-class Link(Protocol):
-    """A connection that asks at once."""
-
-    arena: MappedArena | None
+class LosableLink(Protocol):
+    """A connection, as far as a copy looks at it."""
 
     @property
     def is_lost(self) -> bool:
         """Whether the server has ended it."""
+
+
+class Link(LosableLink, Protocol):
+    """A connection that asks at once."""
+
+    arena: MappedArena | None
 
     def ask(self, request: Request, deadline_s: float) -> Answer:
         """Send a request and return its answer."""
@@ -110,6 +114,14 @@ def fetch_at_once(
         return None
     slots, count = answer.slots, len(answer.slots)
     _check_peeked(answer, about, length_bytes)
+    good, end = read_slots(link.arena.reading, slots, buffers(0, count), copy_limit(link, deadline_s))
+    if end is ReadEnd.STALE or end is ReadEnd.DAMAGED:
+        return None
+    return copied(slots[:good], answer.tier, end, deadline_s)
+
+
+def copy_limit(link: LosableLink, deadline_s: float) -> Callable[[], bool]:
+    """Return what says whether a copy should stop: time is up, or the connection is lost (within 1 ms)."""
     next_look_s = time.monotonic() + _LOOK_S
 
     def is_over() -> bool:
@@ -120,13 +132,15 @@ def fetch_at_once(
         next_look_s = now_s + _LOOK_S
         return now_s >= deadline_s or link.is_lost
 
-    good, end = read_slots(link.arena.reading, slots, buffers(0, count), is_over)
-    if end is ReadEnd.STALE or end is ReadEnd.DAMAGED:
-        return None
+    return is_over
+
+
+def copied(slots: Sequence[ReadySlot], tier: str, end: ReadEnd, deadline_s: float) -> FetchResult:
+    """Return the result of a copy of these leading blocks out of one tier."""
     reason = None
     if end is ReadEnd.STOPPED:
         reason = MissReason.TIMED_OUT if time.monotonic() >= deadline_s else MissReason.UNAVAILABLE
-    return FetchResult(good, (answer.tier,) * good, tuple([slot[2] for slot in slots[:good]]), reason)
+    return FetchResult(len(slots), (tier,) * len(slots), tuple([slot[2] for slot in slots]), reason)
 
 
 def fetch_plan(

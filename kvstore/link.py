@@ -35,6 +35,7 @@ Dial = Callable[[float], socket.socket]
 """Makes a connected stream socket before an instant of ``time.monotonic()``, or raises ServerUnavailable."""
 
 _TELL_PATIENCE_S = 0.005
+_MAX_UNSENT_BYTES = 16 << 10
 _AWAKE_S = 100e-6
 """How long an answer is waited for without going to sleep, if the one before it came as soon."""
 
@@ -73,6 +74,7 @@ class Link:
         self._readable = _poll(sock, select.POLLIN)
         self._decoder = FrameDecoder()
         self._takes_traces = takes_traces
+        self._unsent = b""
         self._next_id = 1
         self._is_clean = True
         self._answers_soon = False
@@ -151,6 +153,8 @@ class Link:
         if time.monotonic() >= deadline_s:
             raise TimedOut(f"client: no time is left to send {type(request).__name__}")
         self._is_clean = False
+        if self._unsent:
+            data = self._take_unsent() + data
         try:
             self._send(data, deadline_s)
             if meanwhile is not None:
@@ -172,7 +176,8 @@ class Link:
             return
         self._is_clean = False
         try:
-            self._send(encode_message(message, self._next_id), time.monotonic() + _TELL_PATIENCE_S)
+            data = self._take_unsent() + encode_message(message, self._next_id)
+            self._send(data, time.monotonic() + _TELL_PATIENCE_S)
         except OSError:
             return
         self._next_id += 1
@@ -184,19 +189,29 @@ class Link:
         return self._takes_traces and current() is not None
 
     def tell_if_heard(self, message: Request) -> bool:
-        """As ``tell``, but leave it if the server is behind with reading; returns whether it was sent."""
-        data = encode_message(message, self._next_id)
+        """As ``tell``, but wait for nothing: while the server is behind, it is kept for the next sending.
+
+        Returns False if too much is kept already; then it is lost.
+        """
+        if len(self._unsent) > _MAX_UNSENT_BYTES:
+            return False
+        self._is_clean = False
+        data = self._take_unsent() + encode_message(message, self._next_id)
+        self._next_id += 1
         try:
             sent = self._sock.send(data)
             if sent < len(data):
                 self._send_rest(memoryview(data)[sent:], time.monotonic() + _TELL_PATIENCE_S)
         except BlockingIOError:
+            self._unsent = data
+        except OSError:  # gone; or, as it timed out, half of a message is sent
             return False
-        except OSError:  # TimeoutError too: half of a message is sent
-            self._is_clean = False
-            return False
-        self._next_id += 1
+        self._is_clean = True
         return True
+
+    def _take_unsent(self) -> bytes:
+        unsent, self._unsent = self._unsent, b""
+        return unsent
 
     def close(self) -> None:
         """Close the connection. Idempotent."""

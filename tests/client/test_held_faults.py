@@ -335,15 +335,15 @@ def test_readers_are_sent_a_descriptor_that_cannot_be_written(store: StoreProces
     kept: list[int] = []
 
     class Keeping(ArenaCache):
-        def adopt(self, instance, fds, size_bytes):  # type: ignore[no-untyped-def]
-            kept.extend(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE for fd in fds)
-            return super().adopt(instance, fds, size_bytes)
+        def adopt(self, instance, fds, size_bytes, *, table_fd):  # type: ignore[no-untyped-def]
+            kept.extend(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE for fd in (*fds, table_fd))
+            return super().adopt(instance, fds, size_bytes, table_fd=table_fd)
 
     deadline_s = time.monotonic() + 30
     Link.open(unix_dial(store.socket_path), Keeping(), deadline_s, is_read_only=True).close()
     Link.open(unix_dial(store.socket_path), Keeping(), deadline_s).close()
 
-    assert kept == [os.O_RDONLY, os.O_RDONLY, os.O_RDWR]
+    assert kept == [os.O_RDONLY, os.O_RDONLY, os.O_RDONLY, os.O_RDWR, os.O_RDONLY]
 
 
 def test_sixteen_threads_hold_leases_on_one_client(

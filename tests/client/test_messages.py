@@ -48,6 +48,7 @@ from kvstore.messages import (
     MatchAndLease,
     Matched,
     NoteHints,
+    NoteReads,
     OpenNamespace,
     Peek,
     Ping,
@@ -120,6 +121,8 @@ REQUESTS: dict[str, Request] = {
     "lease_chain_hinted": LeaseChain(_CHAIN, 50_000, _HINTS),
     "change_policy": ChangePolicy("s3-fifo"),
     "note_hints": NoteHints(_TAIL, _HINTS),
+    "note_reads": NoteReads(_TAIL),
+    "note_reads_hinted": NoteReads(_CHAIN, _HINTS),
     "hello": Hello(1234),
     "open_namespace": OpenNamespace(
         Namespace(

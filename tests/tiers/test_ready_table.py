@@ -1,0 +1,318 @@
+"""The table of READY blocks: nothing but a whole entry of this table and this era is ever found."""
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.arena_view import SEALS
+from kvstore.errors import ProtocolMismatch
+from kvstore.keys import BlockKey
+from kvstore.ready_table import (
+    BUCKET_BYTES,
+    ENTRY_BYTES,
+    SEALED_BYTES,
+    ReadyTable,
+    TableFormat,
+    bucket_offset,
+)
+from kvstore.tier import Slot, StorageKey
+from kvstore_tiers.ready_listing import ReadyListing
+
+INSTANCE, OTHER = bytes(range(16)), bytes(range(1, 17))
+NAME_END = bytes(range(40))
+LENGTH = 4096
+MASK = TableFormat.for_arena(0, INSTANCE).mask
+
+
+def key(number: int, bucket: int = 5) -> BlockKey:
+    """A key in a bucket of its own choice, as far as keys are made up."""
+    aim = (bucket_offset(bytes(8), NAME_END, MASK) - 4096) // BUCKET_BYTES ^ bucket
+    return BlockKey(aim.to_bytes(8, "little") + number.to_bytes(24, "little"))
+
+
+class Table:
+    """A listing, and a client's mapping of it."""
+
+    def __init__(self, instance: bytes = INSTANCE) -> None:
+        self.now_ns = time.monotonic_ns()
+        self.listing = ReadyListing(clock_ns=lambda: self.now_ns)
+        self.listing.open(TableFormat.for_arena(0, instance))
+        self.reader = ReadyTable.map(self.listing.fd, instance)
+
+    def add(self, number: int, slot: int = 8192, *, bucket: int = 5, payload_sum: int = 7) -> None:
+        name = StorageKey(key(number, bucket) + NAME_END)
+        self.listing.add(name, Slot(slot), generation=3, payload_sum=payload_sum, length_bytes=LENGTH)
+
+    def remove(self, number: int) -> None:
+        self.listing.remove(StorageKey(key(number) + NAME_END))
+
+    @property
+    def era(self) -> int:
+        return self.reader.era(self.now_ns / 1e9)
+
+    def find(
+        self, *numbers: int, bucket: int = 5, length_bytes: int = LENGTH
+    ) -> list[tuple[int, int, int]] | None:
+        keys = [key(number, bucket) for number in numbers]
+        return self.reader.find(keys, NAME_END, length_bytes, self.era)
+
+    def at(self, *, entry: int = 0, bucket: int = 5) -> int:
+        """Where an entry of a bucket is in the file."""
+        return 4096 + bucket * BUCKET_BYTES + entry * ENTRY_BYTES
+
+
+@pytest.fixture
+def table() -> Iterator[Table]:
+    made = Table()
+    yield made
+    made.listing.close()
+
+
+def test_a_listed_block_is_found_with_all_that_is_said_of_it(table: Table) -> None:
+    table.add(1, slot=12288, payload_sum=2**64 - 1)
+    table.add(2, bucket=6)
+
+    assert table.find(1) == [(12288, 3, 2**64 - 1)]
+    assert table.find(2, bucket=6) == [(8192, 3, 7)]
+
+
+def test_a_chain_is_found_as_a_whole_or_not_at_all(table: Table) -> None:
+    table.add(1)
+    table.add(2)
+
+    assert table.find(1, 2) == [(8192, 3, 7)] * 2
+    assert table.find(1, 2, 3) is None
+
+
+def test_of_three_blocks_in_a_bucket_the_latest_takes_a_place(table: Table) -> None:
+    for number in (1, 2, 3):
+        table.add(number)
+
+    assert [table.find(number) is not None for number in (1, 2, 3)] == [True, False, True]
+
+
+def test_a_block_that_is_removed_is_not_found_and_the_others_are(table: Table) -> None:
+    table.add(1)
+    table.add(2)
+    table.remove(1)
+    table.remove(3)
+
+    assert table.find(1) is None
+    assert table.find(2) is not None
+
+
+def test_a_block_listed_again_stands_in_one_place(table: Table) -> None:
+    table.add(1)
+    table.add(2)
+    table.remove(1)
+    table.add(2, slot=4096)
+    table.remove(2)
+
+    assert table.find(2) is None
+
+
+def test_a_block_of_another_length_is_not_found(table: Table) -> None:
+    table.add(1)
+
+    assert table.find(1, length_bytes=LENGTH + 1) is None
+
+
+def test_another_part_of_the_block_is_not_found(table: Table) -> None:
+    table.add(1)
+    ends = (NAME_END[:7] + bytes([number]) + NAME_END[8:] for number in range(256) if number != NAME_END[7])
+
+    assert not any(table.reader.find([key(1)], end, LENGTH, table.era) for end in ends)
+
+
+def test_an_earlier_era_is_over_for_whoever_looks_and_whoever_has_looked(table: Table) -> None:
+    table.add(1)
+    before = table.era
+    table.listing.begin_era()
+
+    assert table.find(1) is None
+    assert table.reader.find([key(1)], NAME_END, LENGTH, before) is None
+    assert not table.reader.is_of_era(before)
+    assert table.reader.is_of_era(table.era)
+
+
+def test_an_entry_of_an_earlier_era_is_not_found_in_a_later_one(table: Table) -> None:
+    table.add(1)
+    entry = os.pread(table.listing.fd, ENTRY_BYTES, table.at())
+    table.listing.begin_era()
+    os.pwrite(table.listing.fd, entry, table.at())
+
+    assert table.find(1) is None
+
+
+def test_an_entry_of_another_arena_is_not_found(table: Table) -> None:
+    other = Table(OTHER)
+    other.add(1)
+    os.pwrite(table.listing.fd, os.pread(other.listing.fd, ENTRY_BYTES, other.at()), table.at())
+    other.listing.close()
+
+    assert table.find(1) is None
+
+
+def test_a_key_that_stands_before_what_belongs_to_another_is_not_found(table: Table) -> None:
+    table.add(1)
+    os.pwrite(table.listing.fd, key(2), table.at())
+
+    assert table.find(2) is None
+
+
+@given(bit=st.integers(0, SEALED_BYTES * 8 - 1))
+def test_an_entry_with_a_flipped_bit_is_not_found(bit: int) -> None:
+    table = Table()
+    table.add(1)
+    at = table.at() + bit // 8
+    (byte,) = os.pread(table.listing.fd, 1, at)
+    os.pwrite(table.listing.fd, bytes([byte ^ 1 << bit % 8]), at)
+
+    assert table.find(1) is None
+    table.listing.close()
+
+
+@given(cut=st.integers(1, SEALED_BYTES - 1))
+def test_an_entry_that_is_half_written_is_not_found(cut: int) -> None:
+    table = Table()
+    table.add(1, slot=4096, payload_sum=1)
+    old = os.pread(table.listing.fd, SEALED_BYTES, table.at())
+    table.add(1, slot=2**40 - 1, payload_sum=2**64 - 1)
+    new = os.pread(table.listing.fd, SEALED_BYTES, table.at())
+    os.pwrite(table.listing.fd, new[:cut] + old[cut:], table.at())
+
+    assert table.find(1) in (None, [(2**40 - 1, 3, 2**64 - 1)] if new[cut:] == old[cut:] else None)
+    table.listing.close()
+
+
+def test_readers_beside_a_writer_find_what_was_written_as_a_whole(table: Table) -> None:
+    is_done, wrong, num_found = threading.Event(), list[object](), count()
+
+    def read() -> None:
+        while not is_done.is_set():
+            for slot, generation, payload_sum in table.find(1) or ():
+                next(num_found)
+                if generation != 3 or payload_sum != slot * 0x1_0001_0001 & 2**64 - 1:
+                    wrong.append((slot, generation, payload_sum))
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    slot = 0
+    while next(num_found) < 2000:
+        slot += 4096
+        table.add(1, slot, payload_sum=slot * 0x1_0001_0001 & 2**64 - 1)
+        if slot % 65536 == 0:
+            table.remove(1)
+        if slot % 1048576 == 0:
+            table.listing.begin_era()
+    is_done.set()
+    for reader in readers:
+        reader.join()
+
+    assert wrong == []
+
+
+def test_a_server_that_is_silent_for_a_second_is_not_relied_on(table: Table) -> None:
+    table.add(1)
+    table.now_ns += 999_000_000
+    is_fresh = table.era > 0
+    table.now_ns += 2_000_000
+
+    assert is_fresh
+    assert table.era == 0
+    table.listing.beat()
+    assert table.find(1) is not None
+
+
+def test_a_clock_that_is_another_is_not_relied_on(table: Table) -> None:
+    table.listing.beat()
+    table.now_ns -= 5_000_000_000
+
+    assert table.era == 0
+
+
+def test_a_retired_table_is_never_used_again(table: Table) -> None:
+    table.add(1)
+    table.listing.retire()
+    table.listing.beat()
+    table.listing.begin_era()
+
+    assert table.era == 0
+
+
+def test_a_listing_without_memory_lists_nothing() -> None:
+    listing = ReadyListing()
+    listing.add(StorageKey(key(1) + NAME_END), Slot(0), generation=1, payload_sum=1, length_bytes=1)
+    listing.begin_era()
+    listing.close()
+
+    assert not listing.holds(StorageKey(key(1) + NAME_END))
+
+
+@pytest.mark.parametrize(
+    ("capacity_bytes", "num_entries"), [(0, 1024), (64 << 20, 2048), (65 << 20, 4096), (1 << 40, 262_144)]
+)
+def test_there_are_two_entries_for_64_kib_within_bounds(capacity_bytes: int, num_entries: int) -> None:
+    assert TableFormat.for_arena(capacity_bytes, INSTANCE).num_entries == num_entries
+
+
+def _memfd(data: bytes, *, seals: int = SEALS) -> int:
+    fd = os.memfd_create("no-table", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(fd, data)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+FORMAT = TableFormat.for_arena(0, INSTANCE)
+WHOLE = FORMAT.pack().ljust(FORMAT.total_bytes, b"\0")
+
+
+@pytest.mark.parametrize(
+    ("data", "seals", "message"),
+    [
+        pytest.param(b"", SEALS, "none", id="empty"),
+        pytest.param(os.urandom(1 << 16), SEALS, "none", id="garbage"),
+        pytest.param(WHOLE[:-1], SEALS, "does not fit", id="truncated"),
+        pytest.param(WHOLE + bytes(ENTRY_BYTES), SEALS, "does not fit", id="longer"),
+        pytest.param(WHOLE[:8] + b"\2" + WHOLE[9:], SEALS, "version 2", id="version"),
+        pytest.param(WHOLE[:30] + b"\xff" + WHOLE[31:], SEALS, "does not fit", id="damaged"),
+        pytest.param(WHOLE, 0, "change its size", id="unsealed"),
+        pytest.param(
+            replace(FORMAT, instance=OTHER).pack().ljust(FORMAT.total_bytes, b"\0"),
+            SEALS,
+            "another arena",
+            id="another",
+        ),
+    ],
+)
+def test_another_file_is_no_table(data: bytes, seals: int, message: str) -> None:
+    fd = _memfd(data, seals=seals)
+    try:
+        with pytest.raises(ProtocolMismatch, match=message):
+            ReadyTable.map(fd, INSTANCE)
+    finally:
+        os.close(fd)
+
+
+def test_what_is_no_memfd_is_no_table(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "table").write_bytes(WHOLE)
+    with (tmp_path / "table").open("rb") as file, pytest.raises(ProtocolMismatch):
+        ReadyTable.map(file.fileno(), INSTANCE)
+
+
+def test_neither_side_lets_the_table_into_a_core_dump(table: Table) -> None:
+    with open("/proc/self/smaps", encoding="ascii") as told:  # noqa: PTH123
+        areas = told.read().split("VmFlags:")
+    flags = [after.split("\n", 1)[0].split() for at, after in pairwise(areas) if "kvstore-ready" in at]
+
+    assert flags
+    assert all("dd" in each for each in flags)
