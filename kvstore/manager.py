@@ -593,7 +593,7 @@ class BlockManager:
     def expire(self) -> None:
         """End leases and lendings that are past their deadline; runs by itself several times a second.
 
-        A lent slot past its deadline cannot be committed any more: it is freed when returned, or with its owner.
+        A lent slot past its deadline cannot be committed any more: it is freed with its owner, if not before.
         """
         entries, num_overdue = self._state.leases.expire(self._state.clock())
         self._state.counters.leases["expired"] += len(entries) + num_overdue

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore import KVLayout, KVStore, Namespace, PrefixChain
+from kvstore import KVLayout, KVStore, Namespace, PrefixChain, direct_reads
 from kvstore import fetch_calls as plans
 from kvstore.keys import BlockKey
-from kvstore.transfer import ReadEnd
+from kvstore.transfer import ReadEnd, read_slots
 from peers import Bytes
 from served_store import ServedStore
 
@@ -43,13 +43,13 @@ class OwnStore:
         assert stored.stored == len(payloads), stored
 
     def fetch(self, names: PrefixChain, targets: Sequence[Bytes]) -> None:
-        """Lease, copy, check, release."""
+        """Copy and check what is found in shared memory, or lease, copy, check, release."""
         result = self.client.fetch_into(names, targets)
         assert result.blocks == len(targets), result
 
     def fetch_unchecked(self, names: PrefixChain, targets: Sequence[Bytes]) -> None:
         """As ``fetch`` but believing what was copied: only to know the price of the checks."""
-        checked, blocks = plans.read_slots, 0
+        checked, blocks = read_slots, 0
 
         def read(arena, slots, buffers, should_stop):  # type: ignore[no-untyped-def]  # see read_slots
             nonlocal blocks
@@ -58,11 +58,11 @@ class OwnStore:
             blocks += len(slots)
             return len(slots), ReadEnd.ALL
 
-        plans.read_slots = read
+        plans.read_slots = direct_reads.read_slots = read
         try:
             self.fetch(names, targets)
         finally:
-            plans.read_slots = checked
+            plans.read_slots = direct_reads.read_slots = checked
         assert blocks == len(targets), "the client reads slots in another way"
 
     def view(self, names: PrefixChain) -> None:

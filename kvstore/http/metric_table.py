@@ -204,6 +204,13 @@ def _block_metrics() -> Iterable[Metric]:
         ("loads", "Reads from slower tiers under way."),
     ):
         yield Metric(f"kvstore_{member}", Kind.GAUGE, text, (), _single(member))
+    yield Metric(
+        "kvstore_direct_blocks_total",
+        Kind.COUNTER,
+        "Blocks found that clients read in shared memory without asking, and told of.",
+        (),
+        _single("direct_blocks"),
+    )
 
 
 def _transfer_metrics() -> Iterable[Metric]:
