@@ -23,6 +23,7 @@ async def check_manager(state: State, *, sample_blocks: int) -> list[str]:
     problems = [
         *_slots_balance(state),
         *_copies_are_sound(state),
+        *_listed_are_ready(state),
         *_policies_agree(state),
         *_counters_balance(state),
     ]
@@ -63,6 +64,13 @@ def _copies_are_sound(state: State) -> Iterator[str]:
             yield f"block {name}: its shelf names another fastest tier than its entry"
         if not _is_generation_sound(state, entry.copies.get(state.top.name)):
             yield f"block {name}: its slot in {state.top.name} has another generation"
+
+
+def _listed_are_ready(state: State) -> Iterator[str]:
+    listing, top = state.directory.listing, state.top.name
+    for entry in () if listing is None else state.directory.entries():
+        if listing.holds(entry.name) and (entry.shelf.is_stale or not entry.is_ready(top)):
+            yield f"block {entry.key.hex()[:12]}: clients find it in {top} without asking, and may not"
 
 
 def _policies_agree(state: State) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """The manager against a model of a few lines: exact bytes or a miss, and a clean check, come what may."""
 
 import asyncio
+import time
 
 import numpy as np
 from hypothesis import settings
@@ -11,6 +12,7 @@ from kvstore.checksum import checksum
 from kvstore.keys import Namespace
 from kvstore.layout import KVLayout
 from kvstore.manager import BlockManager
+from kvstore.ready_table import ReadyTable
 from kvstore.state import ManagerSettings
 from kvstore.tier import ReadStatus, WriteStatus
 from kvstore_tiers.dram import DramTier
@@ -22,6 +24,7 @@ SPACE = Namespace(model="m", layout=KVLayout.opaque(block_bytes=BLOCK_BYTES, blo
 # Chains that share prefixes: a path of branches, one token per block.
 chains = st.lists(st.integers(0, 1), min_size=1, max_size=7).map(SPACE.chain)
 owners = st.integers(0, 2)
+NAME_END = SPACE.layout.whole.pack() + SPACE.digest
 
 
 def payload(key):
@@ -91,6 +94,22 @@ class ManagerMachine(RuleBasedStateMachine):
             self.leases.append((fetched.lease, chain.keys[: len(fetched.blocks)]))
         elif fetched.lease is not None:
             self.manager.release(fetched.lease)
+
+    @rule(chain=chains)
+    def read_directly(self, chain):
+        self.dram.listing.beat()
+        table = ReadyTable.map(self.dram.listing.fd, self.dram.arena.instance)
+        era = table.era(time.monotonic())
+        for key in chain.keys:
+            for slot, generation, payload_sum in table.find([key], NAME_END, BLOCK_BYTES, era) or ():
+                assert key in self.put_keys
+                assert (generation, payload_sum) == (self.dram.generation(slot), checksum(payload(key)))
+                assert np.array_equal(np.asarray(self.dram.arena.view.slot(slot, BLOCK_BYTES)), payload(key))
+        self.manager.note_reads(chain)
+
+    @rule()
+    def end_an_era(self):
+        self.run(self.manager.advance_epoch("another"))
 
     @rule(chain=chains)
     def match(self, chain):

@@ -187,3 +187,16 @@ async def test_nobody_has_to_be_there_who_read():
         store.owner = Owner(0)
 
         assert store.manager.stats()["fetch"]["hits_blocks"] == {"dram": 4}
+
+
+async def test_a_check_finds_a_block_that_is_listed_and_may_not_be_served():
+    async with running(GatedTier("ssd")) as store:
+        await store.put(CHAIN)
+        await store.manager.demote(CHAIN)
+        listing, name = store.dram.listing, CHAIN.keys[3] + NAME_END
+        listing.add(name, 4096, generation=1, payload_sum=1, length_bytes=BLOCK_BYTES)
+        problems = await store.manager.check()
+        listing.remove(name)
+
+        assert len(problems) == 1
+        assert "without asking" in problems[0]
