@@ -500,6 +500,7 @@ class AsyncKVStore(AsyncRecordMethods):
             raise ServerUnavailable("server: the connection that held it has ended, and it with that")
         try:
             space = None if call.namespace is None else self._state.namespace(call.namespace)
+            link.give_back_idle()
             session = AsyncCallSession(link, self._state, self._copiers, call.deadline_s, space)
             if call.namespace is not None and call.namespace not in link.opened:
                 await session.open_namespace()

@@ -487,6 +487,7 @@ class KVStore(RecordMethods):
             return self._follow_on(pool.shared(call.deadline_s, call.holder), call)
         link = pool.take(call.deadline_s, is_control=call.is_control)
         try:
+            link.give_back_idle()
             return self._follow_on(link, call)
         finally:
             pool.give_back(link)

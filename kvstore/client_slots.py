@@ -2,13 +2,29 @@
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from kvstore.errors import EpochEnded, TimedOut
 from kvstore.manager import BlockManager
-from kvstore.messages import Commit, Count, Lent, LentSlot, ReturnSlots, WrittenSlot
-from kvstore.results import Owner, Published, Reserved
+from kvstore.message_fields import MAX_TIMEOUT_US, timeout_us
+from kvstore.messages import (
+    ChainRef,
+    Commit,
+    Count,
+    Lent,
+    LentSlot,
+    ReturnSlots,
+    Store,
+    Stored,
+    StoreOutcome,
+    UnusedSlot,
+    WrittenSlot,
+)
+from kvstore.miss import MissReason
+from kvstore.results import Admitted, Owner, Published, Reserved
 from kvstore.tier import Slot
 
 COMMIT_SLICE_BLOCKS = 256
@@ -29,7 +45,7 @@ class ClientSlots:
         self._lent.update([slot[1:] for slot in slots])
         return Lent(slots, reserved.present, reserved.reason)
 
-    def commit_at_once(self, request: Commit) -> Count | None:
+    def commit_at_once(self, request: Commit) -> Count | Stored | None:
         """As ``commit``, but None where that would take several slices.
 
         Raises:
@@ -38,12 +54,10 @@ class ClientSlots:
         """
         if len(request.slots) > COMMIT_SLICE_BLOCKS:
             return None
-        tally = Published(0, 0)
-        for step in self._publish(request):
-            tally = step
-        return self._outcome(request, tally)
+        published = _last(self._publish(request.about, request.slots))
+        return self._committed(request, published)
 
-    async def commit(self, request: Commit) -> Count:
+    async def commit(self, request: Commit) -> Count | Stored:
         """Publish what the client wrote; every slot that it names is lent no more.
 
         A slice after the other: what is published of it may be matched before the rest is.
@@ -52,18 +66,80 @@ class ClientSlots:
             EpochEnded, TimedOut: it was too late for that.
             InvalidRequest: the namespace is not open.
         """
-        tally = Published(0, 0)
-        with contextlib.closing(self._publish(request)) as steps:
-            for step in steps:
-                tally = step
-                await asyncio.sleep(0)
-        return self._outcome(request, tally)
+        published = await _last_in_turns(self._publish(request.about, request.slots))
+        return self._committed(request, published)
 
-    def _publish(self, request: Commit) -> Generator[Published, None, None]:
+    def _committed(self, request: Commit, published: Published) -> Count | Stored:
+        stored = self._outcome(request.about, published)
+        if not request.ahead:
+            return Count(stored)
+        return self._with_slots_ahead(Stored(stored), request.about, request.ahead)
+
+    def store_at_once(self, request: Store) -> Stored | None:
+        """As ``store``, but None where that would take several slices."""
+        if len(request.slots) > COMMIT_SLICE_BLOCKS:
+            return None
+        found, slots = self._admit(request)
+        return self._stored(request, found, _last(self._publish(request.about, slots)))
+
+    async def store(self, request: Store) -> Stored:
+        """Store what the client wrote into slots lent ahead, as far as it is not stored and worth its room.
+
+        Every slot that it names is lent no more, unless it raises InvalidRequest. As of ``commit``, what is
+        published of it may be matched before the rest is.
+
+        Raises:
+            EpochEnded, TimedOut: it was too late for that.
+            InvalidRequest: the namespace is not open, or the slots are not for its blocks.
+        """
+        found, slots = self._admit(request)
+        return self._stored(request, found, await _last_in_turns(self._publish(request.about, slots)))
+
+    def _admit(self, request: Store) -> tuple[Admitted, list[WrittenSlot]]:
+        """Take the slots over; returns what is to become of the blocks, and the slots to be published."""
+        about, putter, lent = request.about, self._manager.putter, self._lent
+        slots = [Slot(slot[0]) for slot in request.slots]
+        is_ours = all(lent.get(offset) == generation for offset, generation, _ in request.slots)
+        if not putter.are_lent_for(about.chain, about.part, slots, owner=self._owner) or not is_ours:
+            raise TimedOut("server: the slots are not lent to this client any more")
+        found = putter.admit_written(about.chain, part=about.part, hints=request.hints)
+        admitted = found.missing[: found.num_admitted]
+        written = [WrittenSlot(at, *request.slots[at]) for at in admitted]
+        if len(written) < len(slots):
+            unused = set(range(len(slots))).difference(admitted)
+            self._manager.return_slots([slots[at] for at in unused], owner=self._owner)
+            for at in unused:
+                del lent[slots[at]]
+        return found, written
+
+    def _stored(self, request: Store, found: Admitted, published: Published) -> Stored:
+        if found.reason is MissReason.OTHER_EPOCH:
+            answer = Stored(0, bytes([StoreOutcome.DROPPED]) * len(request.slots), found.reason)
+        else:
+            num_stored = self._outcome(request.about, published)
+            answer = Stored(num_stored, _outcomes(found, len(request.slots), num_stored), found.reason)
+        return self._with_slots_ahead(answer, request.about, request.ahead)
+
+    def _with_slots_ahead(self, answer: Stored, about: ChainRef, count: int) -> Stored:
+        """Lend slots for the client's next put, if they can be spared, and have the answer say so."""
+        slots = tuple(
+            map(
+                UnusedSlot._make,
+                self._manager.putter.lend_ahead(about.chain, about.part, count, owner=self._owner),
+            )
+        )
+        if not slots:
+            return answer
+        self._lent.update(slots)
+        lease_s = self._manager.lease_s
+        lent_us = timeout_us(lease_s) if lease_s < math.inf else MAX_TIMEOUT_US
+        return replace(answer, slots=slots, lent_us=lent_us)
+
+    def _publish(self, about: ChainRef, written: Sequence[WrittenSlot]) -> Generator[Published, None, None]:
         """Publish slice by slice, and say what has come of it after each; others may have turns between."""
-        about, owner = request.about, self._owner
+        owner = self._owner
         num_stored = num_late = num_done = 0
-        ours = [slot for slot in request.slots if self._take(slot.offset, slot.generation)]
+        ours = [slot for slot in written if self._take(slot.offset, slot.generation)]
         try:
             for run in _slices(_contiguous_runs(ours)):
                 first, stop = run[0].position, run[-1].position + 1
@@ -84,12 +160,22 @@ class ClientSlots:
             if num_done < len(ours) and self._manager.has_anything(owner):
                 self._manager.return_slots([Slot(slot.offset) for slot in ours[num_done:]], owner=owner)
 
-    def _outcome(self, request: Commit, published: Published) -> Count:
-        if self._manager.has_ended(request.about.chain.namespace):
+    def _outcome(self, about: ChainRef, published: Published) -> int:
+        if self._manager.has_ended(about.chain.namespace):
             raise EpochEnded("server: the epoch of the namespace ended before its blocks were committed")
         if published.late:
             raise TimedOut("server: the slots were lent for less time than the writing took")
-        return Count(published.stored)
+        return published.stored
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes of the slots that the client has lent ahead."""
+        return self._manager.putter.ahead_bytes(self._owner)
+
+    @property
+    def are_all_ahead(self) -> bool:
+        """Whether all that the client holds, if anything, are slots lent ahead."""
+        return self._manager.putter.has_only_ahead(self._owner)
 
     def take_back(self, request: ReturnSlots) -> None:
         """Take slots back that the client did not write into."""
@@ -102,6 +188,37 @@ class ClientSlots:
             return False
         del self._lent[offset]
         return True
+
+
+def _last(steps: Iterable[Published]) -> Published:
+    """Publish all in one turn."""
+    total = Published(0, 0)
+    for so_far in steps:
+        total = so_far
+    return total
+
+
+async def _last_in_turns(steps: Generator[Published, None, None]) -> Published:
+    """Publish slice by slice, each in a turn of its own."""
+    total = Published(0, 0)
+    with contextlib.closing(steps):
+        for so_far in steps:
+            total = so_far
+            await asyncio.sleep(0)
+    return total
+
+
+def _outcomes(found: Admitted, num_blocks: int, num_stored: int) -> bytes:
+    """Return the outcome of each block of a Store, of which ``num_stored`` were stored; empty if all were."""
+    if num_stored == num_blocks:
+        return b""
+    outcomes = bytearray([StoreOutcome.PRESENT]) * num_blocks
+    for at in found.missing[found.num_admitted :]:
+        outcomes[at] = StoreOutcome.DROPPED
+    # Where others were first with some, between two slices, which of them are present is not said.
+    for at in found.missing[:num_stored]:
+        outcomes[at] = StoreOutcome.STORED
+    return bytes(outcomes)
 
 
 def _contiguous_runs(slots: Sequence[WrittenSlot]) -> Iterator[Sequence[WrittenSlot]]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from kvstore.directory import BlockEntry
 from kvstore.keys import NamespaceDigest
 from kvstore.results import LeaseId, Owner
-from kvstore.tier import Slot
+from kvstore.tier import Slot, slot_bytes
 
 _SPARE_DEADLINES = 4096
 
@@ -36,7 +36,7 @@ class Lease:
 class LentSlot:
     """A slot in an owner's hands. ``entry`` is set, and leased, once the slot is published as that block.
 
-    One that is overdue cannot be published any more.
+    One that is overdue cannot be published any more. ``is_ahead``: it was lent for a put to come.
     """
 
     owner: Owner
@@ -44,6 +44,7 @@ class LentSlot:
     length_bytes: int
     entry: BlockEntry | None = None
     is_overdue: bool = False
+    is_ahead: bool = False
 
 
 @dataclass(slots=True)
@@ -54,6 +55,7 @@ class Holdings:
     slots: dict[Slot, LentSlot] = field(default_factory=dict)
     namespaces: set[NamespaceDigest] = field(default_factory=set)
     unnamed_bytes: int = 0
+    ahead_bytes: int = 0
     may_freeze: bool = False
 
 
@@ -76,6 +78,7 @@ class LeaseTable:
         self._num_leased = 0
         self._num_unnamed = 0
         self._unnamed_bytes = 0
+        self._ahead_bytes = 0
 
     def new_owner(self) -> Owner:
         """Return an owner that has nothing yet."""
@@ -129,12 +132,20 @@ class LeaseTable:
             self._count_down(entry)
         return lease.entries
 
-    def lend(self, owner: Owner, slots: Sequence[Slot], *, length_bytes: int, deadline_s: float) -> None:
-        """Put unnamed slots into an owner's hands."""
+    def lend(
+        self,
+        owner: Owner,
+        slots: Sequence[Slot],
+        *,
+        length_bytes: int,
+        deadline_s: float,
+        is_ahead: bool = False,
+    ) -> None:
+        """Put unnamed slots into an owner's hands; with ``is_ahead`` for a put to come."""
         holdings = self._owners[owner]
         for slot in slots:
-            holdings.slots[slot] = LentSlot(owner, deadline_s, length_bytes)
-        self._count_unnamed(holdings, len(slots), length_bytes)
+            holdings.slots[slot] = LentSlot(owner, deadline_s, length_bytes, is_ahead=is_ahead)
+        self._count_unnamed(holdings, len(slots), length_bytes, is_ahead=is_ahead)
         if slots:
             self._watch(deadline_s, None, owner)
 
@@ -149,7 +160,7 @@ class LeaseTable:
         holdings = self._owners[owner]
         lent = holdings.slots[slot]
         lent.entry = entry
-        self._count_unnamed(holdings, -1, lent.length_bytes)
+        self._count_unnamed(holdings, -1, lent.length_bytes, is_ahead=lent.is_ahead)
         self._count_up(entry)
 
     def take_back(self, owner: Owner, slot: Slot) -> LentSlot | None:
@@ -161,7 +172,7 @@ class LeaseTable:
         if lent.entry is not None:
             self._count_down(lent.entry)
         else:
-            self._count_unnamed(holdings, -1, lent.length_bytes)
+            self._count_unnamed(holdings, -1, lent.length_bytes, is_ahead=lent.is_ahead)
         if lent.is_overdue:
             self._num_overdue -= 1
         return lent
@@ -277,10 +288,30 @@ class LeaseTable:
         holdings = self._owners.get(owner)
         return holdings is not None and bool(holdings.leases or holdings.slots)
 
-    def _count_unnamed(self, holdings: Holdings, num_slots: int, length_bytes: int) -> None:
+    def has_only_ahead(self, owner: Owner) -> bool:
+        """Whether all that an owner has, if anything, are slots that were lent for a put to come."""
+        holdings = self._owners.get(owner)
+        if holdings is None or not holdings.slots:
+            return not self.has_anything(owner)
+        return not holdings.leases and all(lent.is_ahead for lent in holdings.slots.values())
+
+    def ahead_bytes(self, owner: Owner | None = None) -> int:
+        """Bytes of the slots that an owner, or all of them, have lent for puts to come."""
+        if owner is None:
+            return self._ahead_bytes
+        holdings = self._owners.get(owner)
+        return 0 if holdings is None else holdings.ahead_bytes
+
+    def _count_unnamed(
+        self, holdings: Holdings, num_slots: int, length_bytes: int, *, is_ahead: bool
+    ) -> None:
+        num_bytes = num_slots * length_bytes
         self._num_unnamed += num_slots
-        self._unnamed_bytes += num_slots * length_bytes
-        holdings.unnamed_bytes += num_slots * length_bytes
+        self._unnamed_bytes += num_bytes
+        holdings.unnamed_bytes += num_bytes
+        if is_ahead:
+            self._ahead_bytes += num_slots * slot_bytes(length_bytes)
+            holdings.ahead_bytes += num_slots * slot_bytes(length_bytes)
 
     def _count_up(self, entry: BlockEntry) -> None:
         entry.leases += 1

@@ -23,13 +23,15 @@ from kvstore.messages import (
     Hello,
     HelloReader,
     Request,
+    ReturnSlots,
     Welcome,
     decode_answer,
     encode_message,
 )
+from kvstore.stock import Stock
 from kvstore.traced_calls import begin_call, note_answer
 from kvstore.tracing import TraceContext
-from kvstore.wire import TAKES_TRACES, Frame, FrameDecoder
+from kvstore.wire import LENDS_AHEAD, TAKES_TRACES, Frame, FrameDecoder
 
 Dial = Callable[[float], socket.socket]
 """Makes a connected stream socket before an instant of ``time.monotonic()``, or raises ServerUnavailable."""
@@ -37,6 +39,9 @@ Dial = Callable[[float], socket.socket]
 _TELL_PATIENCE_S = 0.005
 _AWAKE_S = 100e-6
 """How long an answer is waited for without going to sleep, if the one before it came as soon."""
+
+_OFFERED = TAKES_TRACES | LENDS_AHEAD
+"""What this client understands beyond the version."""
 
 _PEER = struct.Struct("3i")
 _ARENA_DESCRIPTORS = 2
@@ -65,13 +70,14 @@ class Link:
     """A greeted connection. Not thread-safe: one call uses it at a time."""
 
     def __init__(
-        self, sock: socket.socket, welcome: Welcome, arena: MappedArena | None, takes_traces: bool = False
+        self, sock: socket.socket, welcome: Welcome, arena: MappedArena | None, offers: int = 0
     ) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._readable = _poll(sock, select.POLLIN)
         self._decoder = FrameDecoder()
-        self._takes_traces = takes_traces
+        self._takes_traces = bool(offers & TAKES_TRACES)
+        self.stock = Stock() if offers & LENDS_AHEAD else None
         self._next_id = 1
         self._is_clean = True
         self._answers_soon = False
@@ -177,6 +183,12 @@ class Link:
         self._next_id += 1
         self._is_clean = True
 
+    def give_back_idle(self) -> None:
+        """Give slots back that were lent ahead and lie unused."""
+        stock = self.stock
+        if stock is not None and stock.idle_from_s <= time.monotonic():
+            self.tell(ReturnSlots(tuple(stock.take_idle())))
+
     def close(self) -> None:
         """Close the connection. Idempotent."""
         self._is_clean = False
@@ -265,10 +277,10 @@ def receive_greeting(sock: socket.socket, decoder: FrameDecoder, fds: "array.arr
 
 def accept_greeting(
     frame: Frame, decoder: FrameDecoder, fds: "array.array[int]", arenas: ArenaCache
-) -> tuple[Welcome, MappedArena | None, bool]:
+) -> tuple[Welcome, MappedArena | None, int]:
     """Check the answer to Hello and map the arena. Takes over the descriptors in ``fds``.
 
-    Returns too whether the server takes traced requests.
+    Returns too what both sides understand beyond the version: flags of ``wire``.
 
     Raises:
         ServerUnavailable: the server refuses this client: it is full, stopping, or another user's.
@@ -277,22 +289,22 @@ def accept_greeting(
     answer = decode_answer(frame)
     if isinstance(answer, Failed):
         raise answer.to_error()
-    takes_traces = frame.request_id == TAKES_TRACES
-    if not isinstance(answer, Welcome) or frame.request_id > TAKES_TRACES or decoder.pending_bytes:
+    offers = frame.request_id
+    if not isinstance(answer, Welcome) or offers & ~_OFFERED or decoder.pending_bytes:
         raise ProtocolMismatch(f"greeting: answered by {type(answer).__name__}")
     if not answer.arena_bytes:
-        return answer, None, takes_traces
+        return answer, None, offers & ~LENDS_AHEAD
     if not fds:
         raise ProtocolMismatch("greeting: the arena's descriptor did not come with it")
     taken = list(fds)
     del fds[:]
-    return answer, arenas.adopt(answer.instance, taken, answer.arena_bytes), takes_traces
+    return answer, arenas.adopt(answer.instance, taken, answer.arena_bytes), offers
 
 
 def greeting(*, is_read_only: bool = False) -> bytes:
     """Return the first frame a client sends."""
     hello = HelloReader(os.getpid()) if is_read_only else Hello(os.getpid())
-    return encode_message(hello, TAKES_TRACES)
+    return encode_message(hello, TAKES_TRACES if is_read_only else _OFFERED)
 
 
 def close_all(fds: "array.array[int]") -> None:
@@ -303,8 +315,8 @@ def close_all(fds: "array.array[int]") -> None:
 
 def greet(
     sock: socket.socket, arenas: ArenaCache, deadline_s: float, *, is_read_only: bool
-) -> tuple[Welcome, MappedArena | None, bool]:
-    """Greet the server on a connected blocking socket, and map its arena; also: whether it takes traces.
+) -> tuple[Welcome, MappedArena | None, int]:
+    """Greet the server on a connected blocking socket, and map its arena; also: the flags it answers with.
 
     Raises:
         ServerUnavailable: nobody answers (TimedOut: not in time).

@@ -22,10 +22,12 @@ from kvstore.answers import (
     Renewed,
     Report,
     Seen,
+    Stored,
+    StoreOutcome,
     Welcome,
 )
 from kvstore.errors import ProtocolMismatch
-from kvstore.message_fields import ChainRef, KeySet, TierNames, byte_string, timeout_us
+from kvstore.message_fields import ChainRef, KeySet, TierNames, UnusedSlot, byte_string, timeout_us
 from kvstore.record_messages import (
     DropRecord,
     GetRecord,
@@ -45,6 +47,7 @@ from kvstore.requests import (
     Erase,
     Exists,
     Fetch,
+    FilledSlot,
     Flush,
     Hello,
     HelloReader,
@@ -63,7 +66,7 @@ from kvstore.requests import (
     Reserve,
     ReturnSlots,
     Stats,
-    UnusedSlot,
+    Store,
     Why,
     WrittenSlot,
 )
@@ -104,6 +107,7 @@ Request: TypeAlias = (
     | DropRecord
     | ListRecords
     | AskSizes
+    | Store
 )
 Answer: TypeAlias = (
     Welcome
@@ -119,6 +123,7 @@ Answer: TypeAlias = (
     | Seen
     | RecordWritten
     | RecordFound
+    | Stored
     | Failed
 )
 
@@ -158,6 +163,7 @@ _REQUESTS: dict[int, type[Request]] = {
         DropRecord,
         ListRecords,
         AskSizes,
+        Store,
     )
 }
 _ANSWERS: dict[int, type[Answer]] = {
@@ -176,6 +182,7 @@ _ANSWERS: dict[int, type[Answer]] = {
         Seen,
         RecordWritten,
         RecordFound,
+        Stored,
         Failed,
     )
 }
@@ -246,6 +253,7 @@ __all__ = [
     "Failed",
     "FailureCode",
     "Fetch",
+    "FilledSlot",
     "Flush",
     "GetRecord",
     "Hello",
@@ -281,6 +289,9 @@ __all__ = [
     "ReturnSlots",
     "Seen",
     "Stats",
+    "Store",
+    "StoreOutcome",
+    "Stored",
     "TierNames",
     "UnusedSlot",
     "Welcome",

@@ -18,13 +18,17 @@ from kvstore.miss import MissReason
 from kvstore.mover import Mover
 from kvstore.policy import NO_HINT, Hint, Offer
 from kvstore.recency import Uses
-from kvstore.results import Owner, Published, Reserved, ReservedSlot
+from kvstore.results import Admitted, Owner, Published, Reserved, ReservedSlot
 from kvstore.space import Space
 from kvstore.state import State, WriteMode
-from kvstore.tier import Slot
+from kvstore.tier import Slot, slot_bytes
+from kvstore.wire import AHEAD_BYTES
 
 PUT_SLICE_BLOCKS = 1024
 """Most blocks reserved at once: what a client asks for at once too, so that they compete as one request's."""
+
+_AHEAD_PART = 16
+"""The part of the top tier that is lent ahead at most: one of so many."""
 
 _DROPS = {MissReason.QUOTA: "over_quota", MissReason.NOT_ADMITTED: "not_admitted"}
 """How drops are counted that have a count of their own."""
@@ -216,10 +220,6 @@ class Putter:
         slots = state.take_slots(shelf.length_bytes, worth)
         reason = None
         if len(slots) < len(missing):
-            state.counters.puts["dropped"] += len(missing) - len(slots)
-            state.counters.puts["over_quota"] += len(missing) - within
-            state.counters.puts["over_share"] += max(0, within - offered)
-            state.counters.puts["not_admitted"] += offered - worth
             reasons = [
                 *[MissReason.NO_ROOM] * (worth - len(slots)),
                 *[MissReason.NOT_ADMITTED] * (offered - worth),
@@ -227,15 +227,116 @@ class Putter:
                 *[MissReason.QUOTA] * (len(missing) - within),
             ]
             reason = reasons[0]
-            self._remember_dropped(shelf, [chain.keys[index] for index in missing[len(slots) :]], reasons)
-            if worth < len(offer.blocks):
-                parent = offer.blocks[worth - 1] if worth else offer.parent
-                refused = offer._replace(blocks=offer.blocks[worth:], parent=parent)
-                policy = state.policies[state.top.name]
-                state.afterwards.do(partial(policy.refuse, refused, now_s=state.clock()))
+            state.counters.puts["over_share"] += max(0, within - offered)
+            self._note_dropped(shelf, [chain.keys[index] for index in missing[len(slots) :]], reasons)
+            self._note_refused(offer, worth)
         self._lend(owner, slots, shelf.length_bytes)
         lent = tuple(map(ReservedSlot, missing, slots, state.top.generations(slots)))
         return Reserved(lent, present, shelf.length_bytes, reason)
+
+    def _note_dropped(self, shelf: Shelf, keys: Sequence[BlockKey], reasons: Sequence[MissReason]) -> None:
+        puts = self._state.counters.puts
+        puts["dropped"] += len(keys)
+        puts["over_quota"] += reasons.count(MissReason.QUOTA)
+        puts["not_admitted"] += reasons.count(MissReason.NOT_ADMITTED)
+        self._remember_dropped(shelf, keys, reasons)
+
+    def _note_refused(self, offer: Offer, worth: int) -> None:
+        """Tell the top tier's policy of the blocks behind the first ``worth``, if there are any."""
+        if worth == len(offer.blocks):
+            return
+        parent = offer.blocks[worth - 1] if worth else offer.parent
+        refused = offer._replace(blocks=offer.blocks[worth:], parent=parent)
+        policy = self._state.policies[self._state.top.name]
+        self._state.afterwards.do(partial(policy.refuse, refused, now_s=self._state.clock()))
+
+    def admit_written(self, chain: PrefixChain, *, part: Part | None, hints: Hints | None) -> Admitted:
+        """Decide about a put whose blocks lie in slots already as ``reserve_at_once`` does about others.
+
+        Whose publication does not follow at once is decided for all the same. At its quota a namespace evicts
+        nothing.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        state = self._state
+        shelf = state.directory.shelf(chain.namespace, part)
+        if shelf.is_stale or self.is_draining:
+            state.counters.puts["dropped"] += len(chain)
+            reason = MissReason.OTHER_EPOCH if shelf.is_stale else MissReason.UNAVAILABLE
+            return Admitted(list(range(len(chain))), 0, reason)
+        missing = self._missing(shelf, chain)
+        hint = state.hint(shelf, hints)
+        self._note_present(shelf, chain, missing, hint)
+        within = self._space.within_quota_now(shelf, len(missing))
+        offer = self._offer(shelf, chain, missing[:within], hint)
+        worth = self._space.admit_below_high_water(offer, is_taken=True) if within else 0
+        if worth == len(missing):
+            return Admitted(missing, worth)
+        reasons = [MissReason.NOT_ADMITTED] * (within - worth) + [MissReason.QUOTA] * (len(missing) - within)
+        self._note_dropped(shelf, [chain.keys[index] for index in missing[worth:]], reasons)
+        self._note_refused(offer, worth)
+        return Admitted(missing, worth, reasons[0])
+
+    def are_lent_for(
+        self, chain: PrefixChain, part: Part | None, slots: Sequence[Slot], *, owner: Owner
+    ) -> bool:
+        """Whether an owner may publish each of some slots as a block of a chain.
+
+        Raises:
+            InvalidRequest: the namespace is not open, or a slot was lent for blocks of another length.
+        """
+        length_bytes = self._state.directory.shelf(chain.namespace, part).length_bytes
+        find = self._state.leases.lent
+        for slot in slots:
+            lent = find(owner, slot)
+            if lent is None or lent.entry is not None:
+                return False
+            if lent.length_bytes != length_bytes:
+                raise InvalidRequest(
+                    f"store: slot {slot} was lent for {lent.length_bytes} bytes, a block has {length_bytes}"
+                )
+        return True
+
+    def lend_ahead(
+        self, chain: PrefixChain, part: Part | None, count: int, *, owner: Owner
+    ) -> list[tuple[Slot, int]]:
+        """Lend slots, in their generations, for a put to come of blocks like those of a chain.
+
+        ``count`` of them, or none where that is more than can be spared.
+
+        Spared is what is free below the high-water mark, up to AHEAD_BYTES or one slot for each owner, and up
+        to a sixteenth of the tier for all of them: what nobody has got while those who have it are idle.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        state = self._state
+        if self.is_draining or not count or not state.leases.is_live(owner):
+            return []
+        length_bytes = state.directory.shelf(chain.namespace, part).length_bytes
+        if state.settings.namespace_quota_ratio < 1.0:
+            return []  # a put at its quota has to make room first
+        wanted = count * slot_bytes(length_bytes)
+        if (
+            state.leases.ahead_bytes(owner) + wanted > max(AHEAD_BYTES, slot_bytes(length_bytes))
+            or state.leases.ahead_bytes() + wanted > state.top.capacity_bytes // _AHEAD_PART
+            or wanted > self._space.room_below_high_water()
+            or state.leases.share_left(owner, length_bytes, state.top.capacity_bytes) < count
+            or not state.top.has_room(length_bytes, count)
+        ):
+            return []
+        slots = state.top.allocate(length_bytes, count)
+        self._lend(owner, slots, length_bytes, is_ahead=True)
+        return list(zip(slots, state.top.generations(slots), strict=True))
+
+    def ahead_bytes(self, owner: Owner) -> int:
+        """Return the bytes of the slots that an owner has lent ahead."""
+        return self._state.leases.ahead_bytes(owner)
+
+    def has_only_ahead(self, owner: Owner) -> bool:
+        """Whether all that an owner has, if anything, are slots lent ahead."""
+        return self._state.leases.has_only_ahead(owner)
 
     async def reserve_unnamed(
         self, count: int, length_bytes: int, *, owner: Owner, timeout_s: float | None = None
@@ -413,9 +514,13 @@ class Putter:
         else:
             state.note_release(lent.entry)
 
-    def _lend(self, owner: Owner, slots: Sequence[Slot], length_bytes: int) -> None:
+    def _lend(
+        self, owner: Owner, slots: Sequence[Slot], length_bytes: int, *, is_ahead: bool = False
+    ) -> None:
         deadline_s = self._state.clock() + self._state.settings.lease_s
-        self._state.leases.lend(owner, slots, length_bytes=length_bytes, deadline_s=deadline_s)
+        self._state.leases.lend(
+            owner, slots, length_bytes=length_bytes, deadline_s=deadline_s, is_ahead=is_ahead
+        )
         self._note_fill()
 
     def _publish(

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from kvstore.access_log import Access, AccessLog
+from kvstore.access_log import AccessLog
 from kvstore.answering import (
     UNTIMED_S,
     answer_erase,
@@ -26,6 +26,7 @@ from kvstore.answering import (
     answer_seen,
     answer_sizes,
     control_limit_s,
+    note_access,
     ready_slots,
 )
 from kvstore.client_slots import ClientSlots
@@ -41,7 +42,6 @@ from kvstore.late_work import LateWork
 from kvstore.lingering import Lingering
 from kvstore.log_limit import LimitedWarning
 from kvstore.manager import BlockManager
-from kvstore.message_fields import ChainRequest
 from kvstore.messages import (
     AdvanceEpoch,
     Answer,
@@ -80,6 +80,8 @@ from kvstore.messages import (
     Reserve,
     ReturnSlots,
     Stats,
+    Store,
+    Stored,
     TierNames,
     Why,
     decode_traced,
@@ -115,16 +117,6 @@ _COPY_SLACK_S = 60e-6
 _LONGEST_WAKE_S = 300e-6
 """How long the loop is kept awake for what a client sends after its copy, which is taken to run at that rate;
 after a longer copy the time that waking takes does not count."""
-
-_ACCESSES: dict[type[Request], Access] = {
-    Match: Access.LOOK,
-    MatchAndLease: Access.LOOK,
-    Peek: Access.PEEK,
-    Fetch: Access.TAKE,
-    LeaseChain: Access.TAKE,
-    Reserve: Access.STORE,
-}
-"""What the requests of the data path do, for the access log."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -231,8 +223,11 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the client was last heard, while it waits for nothing and holds nothing; else 0."""
-        if self._in_flight or self._manager.has_anything(self._owner):
+        """Seconds since the client was last heard, while it waits for nothing and holds nothing; else 0.
+
+        Slots lent to it ahead are nothing.
+        """
+        if self._in_flight or not self._slots.are_all_ahead:
             return 0.0
         return time.monotonic() - self._heard_s
 
@@ -253,7 +248,7 @@ class Connection(asyncio.BufferedProtocol):
         elif self._transport is not None:
             self._transport.abort()
 
-    def _cut(self) -> None:
+    def cut(self) -> None:
         """End the connection now, but keep what the client may be writing into until it is gone."""
         if self._transport is None or self._lingering is not None:
             return
@@ -287,7 +282,7 @@ class Connection(asyncio.BufferedProtocol):
         except ProtocolMismatch as error:
             self._counters.protocol_errors += 1
             self._malformed.warn("server: closed a connection: %s", error)
-            self._cut()
+            self.cut()
             return
         if is_over and decoder.pending_bytes:
             self._is_turn_over = True
@@ -321,7 +316,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._counters.requests[type(request).__name__.lower()] += 1
         if self._access_log is not None:
-            self._note_access(self._access_log, request)
+            note_access(self._access_log, self._owner, request)
         if isinstance(request, Release):
             self._release(request)
         elif isinstance(request, ReturnSlots):
@@ -337,11 +332,6 @@ class Connection(asyncio.BufferedProtocol):
             self._in_flight[frame.request_id] = task
             self._idle.clear()
             task.add_done_callback(lambda _: self._finish(frame.request_id))
-
-    def _note_access(self, log: AccessLog, request: Request) -> None:
-        access = _ACCESSES.get(type(request))
-        if access is not None and isinstance(request, ChainRequest):
-            log.note(self._owner, access, request.about.chain, request.about.part)
 
     def _finish(self, request_id: int) -> None:
         del self._in_flight[request_id]
@@ -383,8 +373,8 @@ class Connection(asyncio.BufferedProtocol):
                     about.chain, owner=self._owner, part=about.part, hints=hints
                 )
                 return None if reserved is None else self._lent_slots(reserved)
-            case Commit():
-                return self._slots.commit_at_once(request)
+            case Commit() | Store():
+                return self._publish_at_once(request)
             case Ping() | NoteHints():
                 self._note_hints(request)
                 return Done()
@@ -404,7 +394,7 @@ class Connection(asyncio.BufferedProtocol):
             )
         except ProtocolMismatch:
             self._counters.protocol_errors += 1
-            self._cut()
+            self.cut()
         except KVStoreError as error:
             self._refuse(error, request_id)
         except Exception:
@@ -432,7 +422,7 @@ class Connection(asyncio.BufferedProtocol):
                 return await answer_lease(self._manager, self._owner, request)
             case MatchAndLease():
                 return await answer_match_and_lease(self._manager, self._owner, request)
-            case Reserve() | Commit():
+            case Reserve() | Commit() | Store():
                 return await self._store(request)
             case Prefetch(about, timeout_us):
                 return Count(
@@ -501,9 +491,11 @@ class Connection(asyncio.BufferedProtocol):
             reason=fetched.reason,
         )
 
-    async def _store(self, request: Reserve | Commit) -> Lent | Count:
+    async def _store(self, request: Reserve | Commit | Store) -> Answer:
         if isinstance(request, Commit):
             return await self._slots.commit(request)
+        if isinstance(request, Store):
+            return await self._slots.store(request)
         about = request.about
         reserved = await self._manager.reserve(
             about.chain,
@@ -532,6 +524,15 @@ class Connection(asyncio.BufferedProtocol):
         if lent.slots:
             self._await_copy(len(lent.slots) * reserved.length_bytes, is_certain=True)
         return lent
+
+    def _publish_at_once(self, request: Commit | Store) -> Answer | None:
+        slots = self._slots
+        answer = (
+            slots.commit_at_once(request) if isinstance(request, Commit) else slots.store_at_once(request)
+        )
+        if isinstance(answer, Stored) and answer.slots:  # the next put may follow at once
+            self._await_copy(slots.ahead_bytes, is_certain=False)
+        return answer
 
     def _open_namespace(self, request: OpenNamespace) -> Done:
         if request.namespace.digest not in self._namespaces and len(self._namespaces) >= _MAX_NAMESPACES:
@@ -591,7 +592,7 @@ class Connection(asyncio.BufferedProtocol):
         self._malformed.warn(
             "server: closed a connection: it did not read its answers for %g s", _SLOW_READER_S
         )
-        self._cut()
+        self.cut()
 
 
 def _name(request: Request) -> str:
