@@ -6,6 +6,7 @@ import math
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import TypeAlias, cast
 
 from kvstore.errors import EpochEnded, TimedOut
 from kvstore.manager import BlockManager
@@ -29,6 +30,9 @@ from kvstore.tier import Slot
 
 COMMIT_SLICE_BLOCKS = 256
 """Most blocks published at once: about 2 ms of the loop."""
+
+_Columns: TypeAlias = tuple[tuple[Slot, ...], tuple[int, ...], tuple[int, ...]]
+"""Slots, generations and checksums."""
 
 
 class ClientSlots:
@@ -79,8 +83,10 @@ class ClientSlots:
         """As ``store``, but None where that would take several slices."""
         if len(request.slots) > COMMIT_SLICE_BLOCKS:
             return None
-        found, slots = self._admit(request)
-        return self._stored(request, found, _last(self._publish(request.about, slots)))
+        found, columns = self._admit(request)
+        if found.num_admitted == len(request.slots):
+            return self._stored(request, found, self._publish_all(request.about, columns))
+        return self._stored(request, found, _last(self._publish(request.about, _written(found, request))))
 
     async def store(self, request: Store) -> Stored:
         """Store what the client wrote into slots lent ahead, as far as it is not stored and worth its room.
@@ -92,25 +98,34 @@ class ClientSlots:
             EpochEnded, TimedOut: it was too late for that.
             InvalidRequest: the namespace is not open, or the slots are not for its blocks.
         """
-        found, slots = self._admit(request)
-        return self._stored(request, found, await _last_in_turns(self._publish(request.about, slots)))
+        found, _ = self._admit(request)
+        steps = self._publish(request.about, _written(found, request))
+        return self._stored(request, found, await _last_in_turns(steps))
 
-    def _admit(self, request: Store) -> tuple[Admitted, list[WrittenSlot]]:
-        """Take the slots over; returns what is to become of the blocks, and the slots to be published."""
+    def _publish_all(self, about: ChainRef, columns: _Columns) -> Published:
+        """Publish a slot for each block of a chain, in one turn."""
+        slots, _, checksums = columns
+        for slot in slots:
+            del self._lent[slot]
+        return self._manager.publish(
+            about.chain, slots, owner=self._owner, checksums=checksums, part=about.part
+        )
+
+    def _admit(self, request: Store) -> tuple[Admitted, _Columns]:
+        """Decide what is to become of the blocks, and free the slots of those not to be published."""
         about, putter, lent = request.about, self._manager.putter, self._lent
-        slots = [Slot(slot[0]) for slot in request.slots]
-        is_ours = all(lent.get(offset) == generation for offset, generation, _ in request.slots)
-        if not putter.are_lent_for(about.chain, about.part, slots, owner=self._owner) or not is_ours:
+        columns = cast("_Columns", tuple(zip(*request.slots, strict=True)) or ((), (), ()))
+        slots, generations, _ = columns
+        is_ours = tuple(map(lent.get, slots)) == generations
+        if not putter.ahead.are_lent_for(about.chain, about.part, slots, owner=self._owner) or not is_ours:
             raise TimedOut("server: the slots are not lent to this client any more")
         found = putter.admit_written(about.chain, part=about.part, hints=request.hints)
-        admitted = found.missing[: found.num_admitted]
-        written = [WrittenSlot(at, *request.slots[at]) for at in admitted]
-        if len(written) < len(slots):
-            unused = set(range(len(slots))).difference(admitted)
+        if found.num_admitted < len(slots):
+            unused = set(range(len(slots))).difference(found.missing[: found.num_admitted])
             self._manager.return_slots([slots[at] for at in unused], owner=self._owner)
             for at in unused:
                 del lent[slots[at]]
-        return found, written
+        return found, columns
 
     def _stored(self, request: Store, found: Admitted, published: Published) -> Stored:
         if found.reason is MissReason.OTHER_EPOCH:
@@ -122,15 +137,13 @@ class ClientSlots:
 
     def _with_slots_ahead(self, answer: Stored, about: ChainRef, count: int) -> Stored:
         """Lend slots for the client's next put, if they can be spared, and have the answer say so."""
-        slots = tuple(
-            map(
-                UnusedSlot._make,
-                self._manager.putter.lend_ahead(about.chain, about.part, count, owner=self._owner),
-            )
-        )
-        if not slots:
+        lent = self._manager.putter.lend_ahead(about.chain, about.part, count, owner=self._owner)
+        if not lent:
             return answer
-        self._lent.update(slots)
+        self._lent.update(lent)
+        slots = cast(
+            "tuple[UnusedSlot, ...]", tuple(lent)
+        )  # plain tuples do as well on their way to the wire
         lease_s = self._manager.lease_s
         lent_us = timeout_us(lease_s) if lease_s < math.inf else MAX_TIMEOUT_US
         return replace(answer, slots=slots, lent_us=lent_us)
@@ -170,12 +183,12 @@ class ClientSlots:
     @property
     def ahead_bytes(self) -> int:
         """Bytes of the slots that the client has lent ahead."""
-        return self._manager.putter.ahead_bytes(self._owner)
+        return self._manager.putter.ahead.num_bytes(self._owner)
 
     @property
     def are_all_ahead(self) -> bool:
         """Whether all that the client holds, if anything, are slots lent ahead."""
-        return self._manager.putter.has_only_ahead(self._owner)
+        return self._manager.putter.ahead.are_all(self._owner)
 
     def take_back(self, request: ReturnSlots) -> None:
         """Take slots back that the client did not write into."""
@@ -206,6 +219,11 @@ async def _last_in_turns(steps: Generator[Published, None, None]) -> Published:
             total = so_far
             await asyncio.sleep(0)
     return total
+
+
+def _written(found: Admitted, request: Store) -> list[WrittenSlot]:
+    """Return the slots of a Store that are to be published."""
+    return [WrittenSlot(at, *request.slots[at]) for at in found.missing[: found.num_admitted]]
 
 
 def _outcomes(found: Admitted, num_blocks: int, num_stored: int) -> bytes:

@@ -145,7 +145,8 @@ class LeaseTable:
         holdings = self._owners[owner]
         for slot in slots:
             holdings.slots[slot] = LentSlot(owner, deadline_s, length_bytes, is_ahead=is_ahead)
-        self._count_unnamed(holdings, len(slots), length_bytes, is_ahead=is_ahead)
+        ahead_bytes = len(slots) * slot_bytes(length_bytes) if is_ahead else 0
+        self._count_unnamed(holdings, len(slots), len(slots) * length_bytes, ahead_bytes)
         if slots:
             self._watch(deadline_s, None, owner)
 
@@ -160,22 +161,44 @@ class LeaseTable:
         holdings = self._owners[owner]
         lent = holdings.slots[slot]
         lent.entry = entry
-        self._count_unnamed(holdings, -1, lent.length_bytes, is_ahead=lent.is_ahead)
+        ahead_bytes = slot_bytes(lent.length_bytes) if lent.is_ahead else 0
+        self._count_unnamed(holdings, -1, -lent.length_bytes, -ahead_bytes)
         self._count_up(entry)
+
+    def are_lent(self, owner: Owner, slots: Sequence[Slot], length_bytes: int) -> bool:
+        """Whether an owner has all of these slots, unnamed, for that length, and in time."""
+        holdings = self._owners.get(owner)
+        found = [None] if holdings is None else map(holdings.slots.get, slots)
+        return not any(
+            lent is None or lent.is_overdue or lent.entry is not None or lent.length_bytes != length_bytes
+            for lent in found
+        )
 
     def take_back(self, owner: Owner, slot: Slot) -> LentSlot | None:
         """End the lending of one slot; None if this owner does not have it."""
+        return self.take_all_back(owner, [slot])[0]
+
+    def take_all_back(self, owner: Owner, slots: Sequence[Slot]) -> list[LentSlot | None]:
+        """As ``take_back``, of several slots."""
         holdings = self._owners.get(owner)
-        lent = holdings.slots.pop(slot, None) if holdings else None
-        if lent is None or holdings is None:
-            return None
-        if lent.entry is not None:
-            self._count_down(lent.entry)
-        else:
-            self._count_unnamed(holdings, -1, lent.length_bytes, is_ahead=lent.is_ahead)
-        if lent.is_overdue:
-            self._num_overdue -= 1
-        return lent
+        if holdings is None:
+            return [None] * len(slots)
+        pop = holdings.slots.pop
+        taken = [pop(slot, None) for slot in slots]
+        num_slots = num_bytes = ahead_bytes = 0
+        for lent in taken:
+            if lent is None:
+                continue
+            self._num_overdue -= lent.is_overdue
+            if lent.entry is not None:
+                self._count_down(lent.entry)
+                continue
+            num_slots += 1
+            num_bytes += lent.length_bytes
+            if lent.is_ahead:
+                ahead_bytes += slot_bytes(lent.length_bytes)
+        self._count_unnamed(holdings, -num_slots, -num_bytes, -ahead_bytes)
+        return taken
 
     def end_owner(self, owner: Owner) -> tuple[list[BlockEntry], list[Slot]]:
         """End all that an owner has: (entries that lost a lease, slots that never got a name)."""
@@ -302,16 +325,12 @@ class LeaseTable:
         holdings = self._owners.get(owner)
         return 0 if holdings is None else holdings.ahead_bytes
 
-    def _count_unnamed(
-        self, holdings: Holdings, num_slots: int, length_bytes: int, *, is_ahead: bool
-    ) -> None:
-        num_bytes = num_slots * length_bytes
+    def _count_unnamed(self, holdings: Holdings, num_slots: int, num_bytes: int, ahead_bytes: int) -> None:
         self._num_unnamed += num_slots
         self._unnamed_bytes += num_bytes
         holdings.unnamed_bytes += num_bytes
-        if is_ahead:
-            self._ahead_bytes += num_slots * slot_bytes(length_bytes)
-            holdings.ahead_bytes += num_slots * slot_bytes(length_bytes)
+        self._ahead_bytes += ahead_bytes
+        holdings.ahead_bytes += ahead_bytes
 
     def _count_up(self, entry: BlockEntry) -> None:
         entry.leases += 1

@@ -19,16 +19,13 @@ from kvstore.mover import Mover
 from kvstore.policy import NO_HINT, Hint, Offer
 from kvstore.recency import Uses
 from kvstore.results import Admitted, Owner, Published, Reserved, ReservedSlot
+from kvstore.slots_ahead import SlotsAhead
 from kvstore.space import Space
 from kvstore.state import State, WriteMode
-from kvstore.tier import Slot, slot_bytes
-from kvstore.wire import AHEAD_BYTES
+from kvstore.tier import Slot
 
 PUT_SLICE_BLOCKS = 1024
 """Most blocks reserved at once: what a client asks for at once too, so that they compete as one request's."""
-
-_AHEAD_PART = 16
-"""The part of the top tier that is lent ahead at most: one of so many."""
 
 _DROPS = {MissReason.QUOTA: "over_quota", MissReason.NOT_ADMITTED: "not_admitted"}
 """How drops are counted that have a count of their own."""
@@ -49,6 +46,7 @@ class Putter:
         self._uses = uses
         self._note_fill = note_fill
         self.is_draining = False
+        self.ahead = SlotsAhead(state, space)
 
     async def reserve(
         self,
@@ -278,65 +276,11 @@ class Putter:
         self._note_refused(offer, worth)
         return Admitted(missing, worth, reasons[0])
 
-    def are_lent_for(
-        self, chain: PrefixChain, part: Part | None, slots: Sequence[Slot], *, owner: Owner
-    ) -> bool:
-        """Whether an owner may publish each of some slots as a block of a chain.
-
-        Raises:
-            InvalidRequest: the namespace is not open, or a slot was lent for blocks of another length.
-        """
-        length_bytes = self._state.directory.shelf(chain.namespace, part).length_bytes
-        find = self._state.leases.lent
-        for slot in slots:
-            lent = find(owner, slot)
-            if lent is None or lent.entry is not None:
-                return False
-            if lent.length_bytes != length_bytes:
-                raise InvalidRequest(
-                    f"store: slot {slot} was lent for {lent.length_bytes} bytes, a block has {length_bytes}"
-                )
-        return True
-
     def lend_ahead(
         self, chain: PrefixChain, part: Part | None, count: int, *, owner: Owner
     ) -> list[tuple[Slot, int]]:
-        """Lend slots, in their generations, for a put to come of blocks like those of a chain.
-
-        ``count`` of them, or none where that is more than can be spared.
-
-        Spared is what is free below the high-water mark, up to AHEAD_BYTES or one slot for each owner, and up
-        to a sixteenth of the tier for all of them: what nobody has got while those who have it are idle.
-
-        Raises:
-            InvalidRequest: the namespace is not open.
-        """
-        state = self._state
-        if self.is_draining or not count or not state.leases.is_live(owner):
-            return []
-        length_bytes = state.directory.shelf(chain.namespace, part).length_bytes
-        if state.settings.namespace_quota_ratio < 1.0:
-            return []  # a put at its quota has to make room first
-        wanted = count * slot_bytes(length_bytes)
-        if (
-            state.leases.ahead_bytes(owner) + wanted > max(AHEAD_BYTES, slot_bytes(length_bytes))
-            or state.leases.ahead_bytes() + wanted > state.top.capacity_bytes // _AHEAD_PART
-            or wanted > self._space.room_below_high_water()
-            or state.leases.share_left(owner, length_bytes, state.top.capacity_bytes) < count
-            or not state.top.has_room(length_bytes, count)
-        ):
-            return []
-        slots = state.top.allocate(length_bytes, count)
-        self._lend(owner, slots, length_bytes, is_ahead=True)
-        return list(zip(slots, state.top.generations(slots), strict=True))
-
-    def ahead_bytes(self, owner: Owner) -> int:
-        """Return the bytes of the slots that an owner has lent ahead."""
-        return self._state.leases.ahead_bytes(owner)
-
-    def has_only_ahead(self, owner: Owner) -> bool:
-        """Whether all that an owner has, if anything, are slots lent ahead."""
-        return self._state.leases.has_only_ahead(owner)
+        """Lend slots for a put to come; see ``SlotsAhead.lend``. None while the store drains."""
+        return [] if self.is_draining else self.ahead.lend(chain, part, count, owner=owner)
 
     async def reserve_unnamed(
         self, count: int, length_bytes: int, *, owner: Owner, timeout_s: float | None = None
@@ -448,14 +392,18 @@ class Putter:
         shelf = state.directory.shelf(chain.namespace, part)
         if not len(slots) == len(chain.keys) == len(checksums):
             raise InvalidRequest(f"publish: {len(chain)} blocks, {len(slots)} slots: one slot per block")
+        is_all_lent = state.leases.are_lent(owner, slots, shelf.length_bytes)
+        if is_all_lent and len(set(slots)) == len(slots) and self._is_new_run(shelf, chain):
+            state.leases.take_all_back(owner, slots)
+            return self._publish_run(shelf, chain, slots, checksums)
         self._refuse_small_slots(slots, owner, shelf.length_bytes)
         stored: list[BlockEntry] = []
         unused: list[Slot] = []
         copies: list[Copy] = []
         num_late = 0
         parent, depth = chain.parent or BlockKey(chain.namespace), chain.start
-        for key, slot, payload_sum in zip(chain.keys, slots, checksums, strict=True):
-            lent = state.leases.take_back(owner, slot)
+        all_lent = state.leases.take_all_back(owner, slots)
+        for key, slot, payload_sum, lent in zip(chain.keys, slots, checksums, all_lent, strict=True):
             if lent is None or lent.entry is not None or lent.is_overdue:
                 num_late += lent is None or lent.is_overdue
                 self._note_returned(slot, lent)
@@ -473,6 +421,30 @@ class Putter:
         state.afterwards.do(partial(self._note_stored, shelf, stored, num_others=len(slots) - len(stored)))
         state.freed.set()
         return Published(len(stored), num_late)
+
+    def _is_new_run(self, shelf: Shelf, chain: PrefixChain) -> bool:
+        """Whether no block of a chain is known, nor its first one's parent among them."""
+        if shelf.is_stale or not chain.keys or not shelf.entries.keys().isdisjoint(chain.keys):
+            return False
+        return chain.parent not in chain.keys
+
+    def _publish_run(
+        self, shelf: Shelf, chain: PrefixChain, slots: Sequence[Slot], checksums: Sequence[int]
+    ) -> Published:
+        """Publish blocks none of which is known, in slots that were taken back."""
+        state, ready = self._state, CopyState.READY
+        generations = state.top.generations(slots)
+        copies = [
+            Copy(ready, slot, payload_sum, False, generation)
+            for slot, payload_sum, generation in zip(slots, checksums, generations, strict=True)
+        ]
+        parent = chain.parent or BlockKey(chain.namespace)
+        run = state.directory.file_run(
+            shelf, chain.keys, parent, depth=chain.start, tier=state.top.name, copies=copies
+        )
+        state.afterwards.do(partial(self._note_stored, shelf, run, num_others=0))
+        state.freed.set()
+        return Published(len(run), 0)
 
     def _note_generations(self, copies: Sequence[Copy]) -> None:
         """Note what readers of the copies will ask for."""
@@ -514,13 +486,9 @@ class Putter:
         else:
             state.note_release(lent.entry)
 
-    def _lend(
-        self, owner: Owner, slots: Sequence[Slot], length_bytes: int, *, is_ahead: bool = False
-    ) -> None:
+    def _lend(self, owner: Owner, slots: Sequence[Slot], length_bytes: int) -> None:
         deadline_s = self._state.clock() + self._state.settings.lease_s
-        self._state.leases.lend(
-            owner, slots, length_bytes=length_bytes, deadline_s=deadline_s, is_ahead=is_ahead
-        )
+        self._state.leases.lend(owner, slots, length_bytes=length_bytes, deadline_s=deadline_s)
         self._note_fill()
 
     def _publish(
