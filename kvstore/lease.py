@@ -271,7 +271,7 @@ class LeaseTable:
     def share_left(self, owner: Owner, length_bytes: int, capacity_bytes: int) -> int:
         """Return how many more slots of that length an owner may have lent, of a tier of that capacity.
 
-        One that may freeze: at most half of what is not lent to others, but one if it has none. What is lent
+        One that may freeze: at most half of what is not lent to others, but one if it needs its first. What is lent
         to it cannot be taken back then, and so each such owner leaves at least half of the rest to others.
         """
         holdings = self._owners.get(owner)
@@ -280,7 +280,9 @@ class LeaseTable:
         own_bytes = holdings.unnamed_bytes
         others_bytes = self._unnamed_bytes - own_bytes
         left = ((capacity_bytes - others_bytes) // 2 - own_bytes) // length_bytes
-        return max(left, 0 if own_bytes else 1)
+        if left > 0:
+            return left
+        return int(all(lent.entry is not None or lent.is_ahead for lent in holdings.slots.values()))
 
     def leased_bytes(self, namespace: NamespaceDigest) -> int:
         """Payload bytes of a namespace's leased blocks, each counted once."""

@@ -153,6 +153,8 @@ class Link:
         request_id = self._next_id
         self._next_id += 1
         data = encode_message(request, request_id, trace=trace)
+        if not self._is_clean:
+            raise ServerUnavailable("client: the connection could not take a message")
         if time.monotonic() >= deadline_s:
             raise TimedOut(f"client: no time is left to send {type(request).__name__}")
         self._is_clean = False
