@@ -271,8 +271,8 @@ class LeaseTable:
     def share_left(self, owner: Owner, length_bytes: int, capacity_bytes: int) -> int:
         """Return how many more slots of that length an owner may have lent, of a tier of that capacity.
 
-        One that may freeze: at most half of what is not lent to others, but one if it needs its first. What is lent
-        to it cannot be taken back then, and so each such owner leaves at least half of the rest to others.
+        One that may freeze: at most half of what is not lent to others, but one if it needs its first. What
+        is lent to it cannot be taken back then, and so each such owner leaves at least half of the rest.
         """
         holdings = self._owners.get(owner)
         if holdings is None or not holdings.may_freeze:
