@@ -91,12 +91,13 @@ class ClientSlots:
     async def store(self, request: Store) -> Stored:
         """Store what the client wrote into slots lent ahead, as far as it is not stored and worth its room.
 
-        Every slot that it names is lent no more, unless it raises InvalidRequest. As of ``commit``, what is
-        published of it may be matched before the rest is.
+        Of slots that are not all lent for such blocks none is stored, and those that are stay lent, as where
+        the namespace is not open. Else none stays lent. As of ``commit``, what is published of it may be matched
+        before the rest is.
 
         Raises:
             EpochEnded, TimedOut: it was too late for that.
-            InvalidRequest: the namespace is not open, or the slots are not for its blocks.
+            InvalidRequest: the namespace is not open.
         """
         found, _ = self._admit(request)
         steps = self._publish(request.about, _written(found, request))
@@ -141,9 +142,8 @@ class ClientSlots:
         if not lent:
             return answer
         self._lent.update(lent)
-        slots = cast(
-            "tuple[UnusedSlot, ...]", tuple(lent)
-        )  # plain tuples do as well on their way to the wire
+        # Plain tuples do as well on their way to the wire.
+        slots = cast("tuple[UnusedSlot, ...]", tuple(lent))
         lease_s = self._manager.lease_s
         lent_us = timeout_us(lease_s) if lease_s < math.inf else MAX_TIMEOUT_US
         return replace(answer, slots=slots, lent_us=lent_us)

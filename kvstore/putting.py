@@ -251,8 +251,7 @@ class Putter:
     def admit_written(self, chain: PrefixChain, *, part: Part | None, hints: Hints | None) -> Admitted:
         """Decide about a put whose blocks lie in slots already as ``reserve_at_once`` does about others.
 
-        Whose publication does not follow at once is decided for all the same. At its quota a namespace evicts
-        nothing.
+        Their room is in use already, so nothing is evicted: not even by a namespace at its quota.
 
         Raises:
             InvalidRequest: the namespace is not open.
