@@ -92,8 +92,8 @@ class ClientSlots:
         """Store what the client wrote into slots lent ahead, as far as it is not stored and worth its room.
 
         Of slots that are not all lent for such blocks none is stored, and those that are stay lent, as where
-        the namespace is not open. Else none stays lent. As of ``commit``, what is published of it may be matched
-        before the rest is.
+        the namespace is not open. Else none stays lent. As of ``commit``, what is published of it may be
+        matched before the rest is.
 
         Raises:
             EpochEnded, TimedOut: it was too late for that.

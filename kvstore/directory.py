@@ -381,7 +381,8 @@ class Directory:
     ) -> list[BlockEntry]:
         """As ``file``, of a run of a chain none of whose blocks has an entry; ``parent`` is before it."""
         by_name, entries, fastest, name_end = self._by_name, shelf.entries, shelf.fastest, shelf.name_end
-        only_child, run = self._only_child[tier], []
+        only_child = self._only_child[tier]
+        run: list[BlockEntry] = []
         # Of thousands a second: nothing is called that can be spared.
         for key, copy in zip(keys, copies, strict=True):
             name = StorageKey(key + name_end)
