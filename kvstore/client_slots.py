@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -34,6 +35,9 @@ COMMIT_SLICE_BLOCKS = 256
 _Columns: TypeAlias = tuple[tuple[Slot, ...], tuple[int, ...], tuple[int, ...]]
 """Slots, generations and checksums."""
 
+_Piece: TypeAlias = tuple[int, tuple[Slot, ...], tuple[int, ...]]
+"""What is published at once: the first one's position in the chain, and slots and checksums of a run."""
+
 
 class ClientSlots:
     """Knows each slot in the generation that the client was told: in no other is it taken from it."""
@@ -58,7 +62,7 @@ class ClientSlots:
         """
         if len(request.slots) > COMMIT_SLICE_BLOCKS:
             return None
-        published = _last(self._publish(request.about, request.slots))
+        published = _last(self._publish(request.about, _pieces(self._take_all(request))))
         return self._committed(request, published)
 
     async def commit(self, request: Commit) -> Count | Stored:
@@ -70,7 +74,8 @@ class ClientSlots:
             EpochEnded, TimedOut: it was too late for that.
             InvalidRequest: the namespace is not open.
         """
-        published = await _last_in_turns(self._publish(request.about, request.slots))
+        steps = self._publish(request.about, _pieces(self._take_all(request)))
+        published = await _last_in_turns(steps)
         return self._committed(request, published)
 
     def _committed(self, request: Commit, published: Published) -> Count | Stored:
@@ -83,10 +88,8 @@ class ClientSlots:
         """As ``store``, but None where that would take several slices."""
         if len(request.slots) > COMMIT_SLICE_BLOCKS:
             return None
-        found, columns = self._admit(request)
-        if found.num_admitted == len(request.slots):
-            return self._stored(request, found, self._publish_all(request.about, columns))
-        return self._stored(request, found, _last(self._publish(request.about, _written(found, request))))
+        found, pieces = self._admit(request)
+        return self._stored(request, found, _last(self._publish(request.about, pieces)))
 
     async def store(self, request: Store) -> Stored:
         """Store what the client wrote into slots lent ahead, as far as it is not stored and worth its room.
@@ -99,34 +102,29 @@ class ClientSlots:
             EpochEnded, TimedOut: it was too late for that.
             InvalidRequest: the namespace is not open.
         """
-        found, _ = self._admit(request)
-        steps = self._publish(request.about, _written(found, request))
-        return self._stored(request, found, await _last_in_turns(steps))
+        found, pieces = self._admit(request)
+        return self._stored(request, found, await _last_in_turns(self._publish(request.about, pieces)))
 
-    def _publish_all(self, about: ChainRef, columns: _Columns) -> Published:
-        """Publish a slot for each block of a chain, in one turn."""
-        slots, _, checksums = columns
-        for slot in slots:
-            del self._lent[slot]
-        return self._manager.publish(
-            about.chain, slots, owner=self._owner, checksums=checksums, part=about.part
-        )
-
-    def _admit(self, request: Store) -> tuple[Admitted, _Columns]:
-        """Decide what is to become of the blocks, and free the slots of those not to be published."""
+    def _admit(self, request: Store) -> tuple[Admitted, list[_Piece]]:
+        """Take the slots over; those of blocks that are not to be published are free then."""
         about, putter, lent = request.about, self._manager.putter, self._lent
-        columns = cast("_Columns", tuple(zip(*request.slots, strict=True)) or ((), (), ()))
-        slots, generations, _ = columns
+        columns = tuple(zip(*request.slots, strict=True)) or ((), (), ())
+        slots, generations, checksums = cast("_Columns", columns)
         is_ours = tuple(map(lent.get, slots)) == generations
         if not putter.ahead.are_lent_for(about.chain, about.part, slots, owner=self._owner) or not is_ours:
             raise TimedOut("server: the slots are not lent to this client any more")
         found = putter.admit_written(about.chain, part=about.part, hints=request.hints)
-        if found.num_admitted < len(slots):
-            unused = set(range(len(slots))).difference(found.missing[: found.num_admitted])
-            self._manager.return_slots([slots[at] for at in unused], owner=self._owner)
-            for at in unused:
-                del lent[slots[at]]
-        return found, columns
+        for slot in slots:
+            del lent[slot]
+        if found.num_admitted == len(slots):
+            step = COMMIT_SLICE_BLOCKS
+            return found, [
+                (at, slots[at : at + step], checksums[at : at + step]) for at in range(0, len(slots), step)
+            ]
+        admitted = found.missing[: found.num_admitted]
+        unused = set(range(len(slots))).difference(admitted)
+        self._manager.return_slots([slots[at] for at in unused], owner=self._owner)
+        return found, _pieces([WrittenSlot(at, *request.slots[at]) for at in admitted])
 
     def _stored(self, request: Store, found: Admitted, published: Published) -> Stored:
         if found.reason is MissReason.OTHER_EPOCH:
@@ -148,30 +146,29 @@ class ClientSlots:
         lent_us = timeout_us(lease_s) if lease_s < math.inf else MAX_TIMEOUT_US
         return replace(answer, slots=slots, lent_us=lent_us)
 
-    def _publish(self, about: ChainRef, written: Sequence[WrittenSlot]) -> Generator[Published, None, None]:
-        """Publish slice by slice, and say what has come of it after each; others may have turns between."""
-        owner = self._owner
-        num_stored = num_late = num_done = 0
-        ours = [slot for slot in written if self._take(slot.offset, slot.generation)]
+    def _publish(self, about: ChainRef, pieces: Sequence[_Piece]) -> Generator[Published, None, None]:
+        """Publish piece by piece, and say what has come of it after each; others may have turns between."""
+        owner, num_stored, num_late, left = self._owner, 0, 0, deque(pieces)
         try:
-            for run in _slices(_contiguous_runs(ours)):
-                first, stop = run[0].position, run[-1].position + 1
-                is_all = first == 0 and stop == len(about.chain.keys)
+            while left:
+                first, slots, checksums = left[0]
+                is_all = not first and len(slots) == len(about.chain.keys)
                 published = self._manager.publish(
-                    about.chain if is_all else about.chain[first:stop],
-                    [Slot(slot.offset) for slot in run],
+                    about.chain if is_all else about.chain[first : first + len(slots)],
+                    slots,
                     owner=owner,
-                    checksums=[slot.checksum for slot in run],
+                    checksums=checksums,
                     part=about.part,
                 )
+                left.popleft()
                 num_stored += published.stored
                 num_late += published.late
-                num_done += len(run)
                 yield Published(num_stored, num_late)
         finally:
             # What an owner had that has ended was given back with it.
-            if num_done < len(ours) and self._manager.has_anything(owner):
-                self._manager.return_slots([Slot(slot.offset) for slot in ours[num_done:]], owner=owner)
+            if left and self._manager.has_anything(owner):
+                rest = [slot for _, slots, _ in left for slot in slots]
+                self._manager.return_slots(rest, owner=owner)
 
     def _outcome(self, about: ChainRef, published: Published) -> int:
         if self._manager.has_ended(about.chain.namespace):
@@ -189,6 +186,10 @@ class ClientSlots:
     def are_all_ahead(self) -> bool:
         """Whether all that the client holds, if anything, are slots lent ahead."""
         return self._manager.putter.ahead.are_all(self._owner)
+
+    def _take_all(self, request: Commit) -> list[WrittenSlot]:
+        """Return those slots of a Commit that are lent to this client; they are not from then on."""
+        return [slot for slot in request.slots if self._take(slot.offset, slot.generation)]
 
     def take_back(self, request: ReturnSlots) -> None:
         """Take slots back that the client did not write into."""
@@ -221,9 +222,13 @@ async def _last_in_turns(steps: Generator[Published, None, None]) -> Published:
     return total
 
 
-def _written(found: Admitted, request: Store) -> list[WrittenSlot]:
-    """Return the slots of a Store that are to be published."""
-    return [WrittenSlot(at, *request.slots[at]) for at in found.missing[: found.num_admitted]]
+def _pieces(written: Sequence[WrittenSlot]) -> list[_Piece]:
+    """Put written slots, whose positions grow, together into what is published at once."""
+    pieces: list[_Piece] = []
+    for run in _slices(_contiguous_runs(written)):
+        positions, offsets, _, checksums = zip(*run, strict=True)
+        pieces.append((positions[0], cast("tuple[Slot, ...]", offsets), checksums))
+    return pieces
 
 
 def _outcomes(found: Admitted, num_blocks: int, num_stored: int) -> bytes:
