@@ -88,8 +88,16 @@ class ClientSlots:
         """As ``store``, but None where that would take several slices."""
         if len(request.slots) > COMMIT_SLICE_BLOCKS:
             return None
+        about = request.about
         found, pieces = self._admit(request)
-        return self._stored(request, found, _last(self._publish(request.about, pieces)))
+        if len(pieces) != 1:
+            return self._stored(request, found, _last(self._publish(about, pieces)))
+        ((first, slots, checksums),) = pieces
+        chain = about.chain if len(slots) == len(request.slots) else about.chain[first : first + len(slots)]
+        published = self._manager.putter.publish_soon(
+            chain, slots, owner=self._owner, checksums=checksums, part=about.part
+        )
+        return self._stored(request, found, published)
 
     async def store(self, request: Store) -> Stored:
         """Store what the client wrote into slots lent ahead, as far as it is not stored and worth its room.
@@ -176,11 +184,6 @@ class ClientSlots:
         if published.late:
             raise TimedOut("server: the slots were lent for less time than the writing took")
         return published.stored
-
-    @property
-    def ahead_bytes(self) -> int:
-        """Bytes of the slots that the client has lent ahead."""
-        return self._manager.putter.ahead.num_bytes(self._owner)
 
     @property
     def are_all_ahead(self) -> bool:

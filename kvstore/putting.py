@@ -391,17 +391,45 @@ class Putter:
         shelf = state.directory.shelf(chain.namespace, part)
         if not len(slots) == len(chain.keys) == len(checksums):
             raise InvalidRequest(f"publish: {len(chain)} blocks, {len(slots)} slots: one slot per block")
-        is_all_lent = state.leases.are_lent(owner, slots, shelf.length_bytes)
-        if is_all_lent and len(set(slots)) == len(slots) and self._is_new_run(shelf, chain):
-            state.leases.take_all_back(owner, slots)
-            return self._publish_run(shelf, chain, slots, checksums)
         self._refuse_small_slots(slots, owner, shelf.length_bytes)
+        return self._file_all(shelf, chain, slots, checksums, state.leases.take_all_back(owner, slots))
+
+    def publish_soon(
+        self,
+        chain: PrefixChain,
+        slots: Sequence[Slot],
+        *,
+        owner: Owner,
+        checksums: Sequence[int],
+        part: Part | None,
+    ) -> Published:
+        """As ``publish``, of slots that are lent for such blocks; new ones are filed behind the answer."""
+        state = self._state
+        shelf = state.directory.shelf(chain.namespace, part)
+        lent = state.leases.take_all_back(owner, slots)
+        if not self._is_new_run(shelf, chain):
+            return self._file_all(shelf, chain, slots, checksums, lent)
+        state.afterwards.do(partial(self._publish_run, shelf, chain, slots, checksums))
+        return Published(len(slots), 0)
+
+    def _file_all(
+        self,
+        shelf: Shelf,
+        chain: PrefixChain,
+        slots: Sequence[Slot],
+        checksums: Sequence[int],
+        all_lent: Sequence[LentSlot | None],
+    ) -> Published:
+        """File blocks in slots that were taken back; what cannot be is freed."""
+        state = self._state
+        is_all = all(lent is not None and lent.entry is None and not lent.is_overdue for lent in all_lent)
+        if is_all and self._is_new_run(shelf, chain):
+            return self._publish_run(shelf, chain, slots, checksums)
         stored: list[BlockEntry] = []
         unused: list[Slot] = []
         copies: list[Copy] = []
         num_late = 0
         parent, depth = chain.parent or BlockKey(chain.namespace), chain.start
-        all_lent = state.leases.take_all_back(owner, slots)
         for key, slot, payload_sum, lent in zip(chain.keys, slots, checksums, all_lent, strict=True):
             if lent is None or lent.entry is not None or lent.is_overdue:
                 num_late += lent is None or lent.is_overdue

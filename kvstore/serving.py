@@ -81,7 +81,6 @@ from kvstore.messages import (
     ReturnSlots,
     Stats,
     Store,
-    Stored,
     TierNames,
     Why,
     decode_traced,
@@ -374,7 +373,9 @@ class Connection(asyncio.BufferedProtocol):
                 )
                 return None if reserved is None else self._lent_slots(reserved)
             case Commit() | Store():
-                return self._publish_at_once(request)
+                slots = self._slots
+                is_commit = isinstance(request, Commit)
+                return slots.commit_at_once(request) if is_commit else slots.store_at_once(request)
             case Ping() | NoteHints():
                 self._note_hints(request)
                 return Done()
@@ -524,15 +525,6 @@ class Connection(asyncio.BufferedProtocol):
         if lent.slots:
             self._await_copy(len(lent.slots) * reserved.length_bytes, is_certain=True)
         return lent
-
-    def _publish_at_once(self, request: Commit | Store) -> Answer | None:
-        slots = self._slots
-        answer = (
-            slots.commit_at_once(request) if isinstance(request, Commit) else slots.store_at_once(request)
-        )
-        if isinstance(answer, Stored) and answer.slots:  # the next put may follow at once
-            self._await_copy(slots.ahead_bytes, is_certain=False)
-        return answer
 
     def _open_namespace(self, request: OpenNamespace) -> Done:
         if request.namespace.digest not in self._namespaces and len(self._namespaces) >= _MAX_NAMESPACES:

@@ -69,10 +69,6 @@ class SlotsAhead:
         length_bytes = self._state.directory.shelf(chain.namespace, part).length_bytes
         return self._state.leases.are_lent(owner, slots, length_bytes)
 
-    def num_bytes(self, owner: Owner) -> int:
-        """Return the bytes of the slots that an owner has lent ahead."""
-        return self._state.leases.ahead_bytes(owner)
-
     def are_all(self, owner: Owner) -> bool:
         """Whether all that an owner has, if anything, are slots lent ahead."""
         return self._state.leases.has_only_ahead(owner)
