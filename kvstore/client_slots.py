@@ -53,6 +53,10 @@ class ClientSlots:
         self._lent.update([slot[1:] for slot in slots])
         return Lent(slots, reserved.present, reserved.reason)
 
+    def publish_at_once(self, request: Commit | Store) -> Count | Stored | None:
+        """Answer the one as ``commit_at_once``, the other as ``store_at_once``."""
+        return self.commit_at_once(request) if isinstance(request, Commit) else self.store_at_once(request)
+
     def commit_at_once(self, request: Commit) -> Count | Stored | None:
         """As ``commit``, but None where that would take several slices.
 

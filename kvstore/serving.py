@@ -373,9 +373,7 @@ class Connection(asyncio.BufferedProtocol):
                 )
                 return None if reserved is None else self._lent_slots(reserved)
             case Commit() | Store():
-                slots = self._slots
-                is_commit = isinstance(request, Commit)
-                return slots.commit_at_once(request) if is_commit else slots.store_at_once(request)
+                return self._slots.publish_at_once(request)
             case Ping() | NoteHints():
                 self._note_hints(request)
                 return Done()
