@@ -26,6 +26,7 @@ from kvstore.message_fields import (
     U64,
     EmptyMessage,
     TierNames,
+    UnusedSlot,
     Values,
     byte_string,
     check_positions,
@@ -33,6 +34,8 @@ from kvstore.message_fields import (
     integer,
     miss_reason_or_none,
     text,
+    unused_from_wire,
+    unused_to_wire,
 )
 from kvstore.miss import MissReason
 from kvstore.wire import MAX_KEYS
@@ -222,6 +225,52 @@ class Lent:
         slots = tuple(map(LentSlot._make, _LENT.iter_unpack(blob)))
         check_positions([slot.position for slot in slots], MAX_KEYS)
         return cls(slots, integer(values[1], 0, MAX_KEYS, "present"), miss_reason_or_none(values[2]))
+
+
+class StoreOutcome(enum.IntEnum):
+    """What became of one block of a Store: a byte in the answer."""
+
+    STORED = 0
+    PRESENT = 1
+    DROPPED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Answer to Store, and to a Commit that wants slots ahead: how many blocks were stored.
+
+    ``outcomes`` has a `StoreOutcome` for each block of a Store; it is empty if all were stored, and for a
+    Commit. ``reason`` says why the first dropped one was. ``slots`` are lent for the next put, for
+    ``lent_us`` microseconds: all that were wanted, or none.
+    """
+
+    KIND: ClassVar[int] = 0x800F
+    stored: int
+    outcomes: bytes = b""
+    reason: MissReason | None = None
+    slots: tuple[UnusedSlot, ...] = ()
+    lent_us: int = 0
+
+    def to_wire(self) -> Values:
+        """Return the fields, one byte per outcome and one record per slot."""
+        reason = None if self.reason is None else self.reason.value
+        return (self.stored, self.outcomes, reason, unused_to_wire(self.slots), self.lent_us)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked answer; whether it fits the request is checked by who made that."""
+        count_fields(values, 5, "stored")
+        stored = integer(values[0], 0, MAX_KEYS, "stored")
+        outcomes = byte_string(values[1], "outcomes", high=MAX_KEYS)
+        if outcomes and (max(outcomes) > StoreOutcome.DROPPED or outcomes.count(0) != stored):
+            raise ProtocolMismatch("message: outcomes are unknown, or do not add up")
+        return cls(
+            stored,
+            outcomes,
+            miss_reason_or_none(values[2]),
+            unused_from_wire(values[3]),
+            integer(values[4], 0, MAX_TIMEOUT_US, "lending time"),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -498,6 +498,7 @@ class AsyncKVStore(AsyncRecordMethods):
             link = self._link
         else:
             raise ServerUnavailable("server: the connection that held it has ended, and it with that")
+        link.give_back_idle()
         if call.direct is not None and call.direct_bytes <= INLINE_BYTES and call.namespace in link.opened:
             result = call.direct(link)
             if result is not None:

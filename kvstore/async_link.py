@@ -19,10 +19,11 @@ from kvstore.errors import ProtocolMismatch, ServerUnavailable, TimedOut
 from kvstore.keys import NamespaceDigest
 from kvstore.lending import giving_back
 from kvstore.link import accept_greeting, close_all, greeting, receive_greeting
-from kvstore.messages import Answer, Request, Welcome, decode_answer, encode_message
+from kvstore.messages import Answer, Request, ReturnSlots, Welcome, decode_answer, encode_message
+from kvstore.stock import Stock
 from kvstore.traced_calls import begin_call, note_answer
 from kvstore.tracing import TraceContext, current
-from kvstore.wire import Frame, FrameDecoder
+from kvstore.wire import LENDS_AHEAD, TAKES_TRACES, Frame, FrameDecoder
 
 _SILENCE_S = 1.0
 """A connection from which nothing came for this long while a request waited is taken for dead."""
@@ -40,10 +41,11 @@ class AsyncLink(asyncio.BufferedProtocol):
     """A greeted connection on one event loop."""
 
     def __init__(
-        self, sock: socket.socket, welcome: Welcome, arena: MappedArena | None, takes_traces: bool = False
+        self, sock: socket.socket, welcome: Welcome, arena: MappedArena | None, offers: int = 0
     ) -> None:
         self._sock = sock
-        self._takes_traces = takes_traces
+        self._takes_traces = bool(offers & TAKES_TRACES)
+        self.stock = Stock() if offers & LENDS_AHEAD else None
         self.welcome = welcome
         self.arena = arena
         self.opened: set[NamespaceDigest] = set()
@@ -185,6 +187,12 @@ class AsyncLink(asyncio.BufferedProtocol):
         self.tell(message)
         return True
 
+    def give_back_idle(self) -> None:
+        """Give slots back that were lent ahead and lie unused."""
+        stock = self.stock
+        if stock is not None and stock.idle_from_s <= time.monotonic():
+            self.tell(ReturnSlots(tuple(stock.take_idle())))
+
     def abort(self) -> None:
         """End the connection soon. Idempotent."""
         if self._transport is not None:
@@ -252,7 +260,7 @@ def _retrieve(answer: "asyncio.Future[Answer]") -> None:
 
 async def _greet(
     sock: socket.socket, arenas: ArenaCache, *, is_read_only: bool
-) -> tuple[Welcome, MappedArena | None, bool]:
+) -> tuple[Welcome, MappedArena | None, int]:
     loop = asyncio.get_running_loop()
     decoder, fds = FrameDecoder(), array.array("i")
     try:

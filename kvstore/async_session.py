@@ -14,6 +14,7 @@ from kvstore.errors import ServerUnavailable
 from kvstore.keys import Namespace
 from kvstore.messages import Answer, Failed, FailureCode, OpenNamespace, Request
 from kvstore.outlasting import outlast
+from kvstore.stock import Stock
 from kvstore.transfer import SlotReader
 
 T = TypeVar("T")
@@ -64,6 +65,11 @@ class AsyncCallSession:
         if self._link.arena is None:
             raise ServerUnavailable("server: it has no arena")
         return self._link.arena
+
+    @property
+    def stock(self) -> Stock | None:
+        """Slots lent ahead to the connection; None if that takes none."""
+        return self._link.stock
 
     def note_corrupt(self) -> None:
         """Count a block whose bytes were wrong."""

@@ -21,7 +21,6 @@ from kvstore.errors import (
     KVStoreError,
     ProtocolMismatch,
     TierFull,
-    TierUnavailable,
     TimedOut,
 )
 from kvstore.hints import Hints
@@ -34,7 +33,6 @@ from kvstore.messages import (
     ChainRef,
     ChangePolicy,
     Check,
-    Commit,
     Count,
     Demote,
     Done,
@@ -43,7 +41,6 @@ from kvstore.messages import (
     Failed,
     Flush,
     Lent,
-    LentSlot,
     ListNamespaces,
     Match,
     Matched,
@@ -53,17 +50,18 @@ from kvstore.messages import (
     Report,
     Request,
     Reserve,
-    ReturnSlots,
     Stats,
-    UnusedSlot,
+    Stored,
+    StoreOutcome,
     Why,
     WrittenSlot,
     timeout_us,
 )
 from kvstore.miss import MissReason
 from kvstore.results import BlockReport, EraseReport, PrefixMatch, PutResult
+from kvstore.stock import Stock
 from kvstore.tenant import TenantId
-from kvstore.transfer import Bytes, SlotReader, SumsAhead, write_slots
+from kvstore.transfer import SlotReader
 from kvstore.wire import MAX_KEYS
 
 WINDOW_BYTES = 128 << 20
@@ -152,6 +150,10 @@ class Session(Protocol):
 
     def mapped_arena(self) -> MappedArena:
         """Return the arena as it is mapped here. Raises ServerUnavailable if the server has none."""
+
+    @property
+    def stock(self) -> Stock | None:
+        """Slots lent ahead to the connection; None if that takes none."""
 
     def note_corrupt(self) -> None:
         """Count a block whose bytes were wrong."""
@@ -348,6 +350,22 @@ class PutTally:
             for slot in written:
                 self._is_certain[start + slot.position] = 1
 
+    @property
+    def present(self) -> int:
+        """How many were stored before, as far as is known."""
+        return self._present
+
+    def note_outcomes(self, answer: Stored) -> None:
+        """Note what became of the blocks of a put that was one request."""
+        self._stored += answer.stored
+        if answer.reason is not None:
+            self.note_reason(answer.reason)
+        if not answer.outcomes:
+            self._is_certain = bytearray(b"\1") * self._blocks
+            return
+        self._present += answer.outcomes.count(StoreOutcome.PRESENT)
+        self._is_certain = bytearray([outcome != StoreOutcome.DROPPED for outcome in answer.outcomes])
+
     def note_reason(self, reason: MissReason) -> None:
         """Note why a block was dropped; the first counts."""
         self._reason = self._reason or reason
@@ -381,80 +399,6 @@ def ask_for_slots(
         raise ProtocolMismatch("answer: lent slots do not fit the request")
     tally.note_lent(start, len(about.chain), lent)
     return lent
-
-
-def put_plan(
-    session: Session,
-    chain: PrefixChain,
-    payloads: Sequence[Bytes],
-    *,
-    part: Part | None,
-    length_bytes: int,
-    checksums: Sequence[int] | None,
-    tally: PutTally,
-    hints: Hints | None = None,
-) -> Plan[None]:
-    """Store blocks that are not stored yet, window by window."""
-    check_keys(chain)
-    window = window_blocks(length_bytes)
-    for start in range(0, len(chain), window):
-        about = ChainRef(chain if window >= len(chain) else chain[start : start + window], part)
-        ahead = SumsAhead(payloads[start : start + window])
-        try:
-            lent = yield from ask_for_slots(session, about, start, tally, hints, ahead.begin)
-        except (TierFull, TierUnavailable) as error:
-            tally.note_reason(miss_reason(error))
-            return
-        if lent.slots:
-            yield from _write_and_commit(
-                session,
-                about,
-                lent.slots,
-                start=start,
-                payloads=payloads[start:],
-                checksums=None if checksums is None else checksums[start:],
-                ahead=ahead,
-                tally=tally,
-            )
-        if len(lent.slots) < len(about.chain) - lent.present:
-            return
-        if session.remaining_s() <= 0:
-            tally.note_reason(MissReason.TIMED_OUT)
-            return
-
-
-def _write_and_commit(
-    session: Session,
-    about: ChainRef,
-    slots: tuple[LentSlot, ...],
-    *,
-    start: int,
-    payloads: Sequence[Bytes],
-    checksums: Sequence[int] | None,
-    ahead: SumsAhead,
-    tally: PutTally,
-) -> Plan[None]:
-    unused = slots
-    try:
-        arena = session.writing_arena()
-        sources = [payloads[slot.position] for slot in slots]
-        expected = None if checksums is None else [checksums[slot.position] for slot in slots]
-
-        def copy(should_stop: Callable[[], bool]) -> list[WrittenSlot]:
-            return write_slots(arena, slots, sources, should_stop, expected=expected, ahead=ahead)
-
-        written: list[WrittenSlot] = yield Work(copy, sum(map(len, sources)))
-        if written:
-            stored = yield from ask_for(Commit(about, tuple(written)), Count)
-            if stored.count > len(written):
-                raise ProtocolMismatch("answer: more blocks stored than were committed")
-            tally.note_stored(start, written, stored.count)
-        unused = slots[len(written) :]
-        if unused:
-            tally.note_reason(why_unwritten(session, expected))
-    finally:
-        if unused:
-            yield Tell(ReturnSlots(tuple([UnusedSlot(slot.offset, slot.generation) for slot in unused])))
 
 
 def why_unwritten(session: Session, expected: Sequence[int] | None) -> MissReason:

@@ -103,6 +103,12 @@ def copy_with_source_checksum(
     )
 
 
+def copy_small_with_checksum(target: npt.NDArray[np.uint8], origin: npt.NDArray[np.uint8]) -> int:
+    """Copy an array of at most a step at once, and return the xxh3-64 of the source."""
+    np.copyto(target, origin)
+    return xxhash.xxh3_64_intdigest(origin)  # type: ignore[arg-type]  # takes any buffer
+
+
 def copy_array_with_source_checksum(
     target: npt.NDArray[np.uint8],
     origin: npt.NDArray[np.uint8],

@@ -487,6 +487,7 @@ class KVStore(RecordMethods):
             return self._follow_on(pool.shared(call.deadline_s, call.holder), call)
         link = pool.take(call.deadline_s, is_control=call.is_control)
         try:
+            link.give_back_idle()
             if call.direct is not None and call.namespace in link.opened:
                 result = call.direct(link)
                 if result is not None:

@@ -31,6 +31,7 @@ from kvstore.holding_calls import Grant, Loan
 from kvstore.keys import KEY_BYTES, BlockKey, Namespace, NamespaceDigest, PrefixChain, require_model
 from kvstore.layout import Part
 from kvstore.messages import ChainRef
+from kvstore.put_calls import Put, put_plan
 from kvstore.results import BlockReport, EraseReport, PrefixMatch, PutResult
 from kvstore.tenant import tenant_of
 from kvstore.transfer import Buffer, require_writable, split_buffers
@@ -278,19 +279,10 @@ class ClientCalls:
         views = split_buffers(payloads, length_bytes=length_bytes, count=len(chain), what="payloads")
         if checksums is not None and len(checksums) != len(chain):
             raise InvalidRequest(f"checksums: {len(checksums)} for {len(chain)} blocks")
-        tally = PutTally(len(chain))
+        put, tally = Put(ChainRef(chain, part), views, length_bytes, checksums, hints), PutTally(len(chain))
 
         def plan(session: Session) -> Plan[PutResult]:
-            yield from calls.put_plan(
-                session,
-                chain,
-                views,
-                part=part,
-                length_bytes=length_bytes,
-                checksums=checksums,
-                tally=tally,
-                hints=hints,
-            )
+            yield from put_plan(session, put, tally)
             return tally.result()
 
         deadline_s = self._deadline_s(timeout_s, self._state.timeouts.put_s)

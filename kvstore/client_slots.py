@@ -2,17 +2,41 @@
 
 import asyncio
 import contextlib
+import math
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
+from typing import TypeAlias, cast
 
 from kvstore.errors import EpochEnded, TimedOut
 from kvstore.manager import BlockManager
-from kvstore.messages import Commit, Count, Lent, LentSlot, ReturnSlots, WrittenSlot
-from kvstore.results import Owner, Published, Reserved
+from kvstore.message_fields import MAX_TIMEOUT_US, timeout_us
+from kvstore.messages import (
+    ChainRef,
+    Commit,
+    Count,
+    Lent,
+    LentSlot,
+    ReturnSlots,
+    Store,
+    Stored,
+    StoreOutcome,
+    UnusedSlot,
+    WrittenSlot,
+)
+from kvstore.miss import MissReason
+from kvstore.results import Admitted, Owner, Published, Reserved
 from kvstore.tier import Slot
 
 COMMIT_SLICE_BLOCKS = 256
 """Most blocks published at once: about 2 ms of the loop."""
+
+_Columns: TypeAlias = tuple[tuple[Slot, ...], tuple[int, ...], tuple[int, ...]]
+"""Slots, generations and checksums."""
+
+_Piece: TypeAlias = tuple[int, tuple[Slot, ...], tuple[int, ...]]
+"""What is published at once: the first one's position in the chain, and slots and checksums of a run."""
 
 
 class ClientSlots:
@@ -29,7 +53,11 @@ class ClientSlots:
         self._lent.update([slot[1:] for slot in slots])
         return Lent(slots, reserved.present, reserved.reason)
 
-    def commit_at_once(self, request: Commit) -> Count | None:
+    def publish_at_once(self, request: Commit | Store) -> Count | Stored | None:
+        """Answer the one as ``commit_at_once``, the other as ``store_at_once``."""
+        return self.commit_at_once(request) if isinstance(request, Commit) else self.store_at_once(request)
+
+    def commit_at_once(self, request: Commit) -> Count | Stored | None:
         """As ``commit``, but None where that would take several slices.
 
         Raises:
@@ -38,12 +66,10 @@ class ClientSlots:
         """
         if len(request.slots) > COMMIT_SLICE_BLOCKS:
             return None
-        tally = Published(0, 0)
-        for step in self._publish(request):
-            tally = step
-        return self._outcome(request, tally)
+        published = _last(self._publish(request.about, _pieces(self._take_all(request))))
+        return self._committed(request, published)
 
-    async def commit(self, request: Commit) -> Count:
+    async def commit(self, request: Commit) -> Count | Stored:
         """Publish what the client wrote; every slot that it names is lent no more.
 
         A slice after the other: what is published of it may be matched before the rest is.
@@ -52,44 +78,125 @@ class ClientSlots:
             EpochEnded, TimedOut: it was too late for that.
             InvalidRequest: the namespace is not open.
         """
-        tally = Published(0, 0)
-        with contextlib.closing(self._publish(request)) as steps:
-            for step in steps:
-                tally = step
-                await asyncio.sleep(0)
-        return self._outcome(request, tally)
+        steps = self._publish(request.about, _pieces(self._take_all(request)))
+        published = await _last_in_turns(steps)
+        return self._committed(request, published)
 
-    def _publish(self, request: Commit) -> Generator[Published, None, None]:
-        """Publish slice by slice, and say what has come of it after each; others may have turns between."""
-        about, owner = request.about, self._owner
-        num_stored = num_late = num_done = 0
-        ours = [slot for slot in request.slots if self._take(slot.offset, slot.generation)]
+    def _committed(self, request: Commit, published: Published) -> Count | Stored:
+        stored = self._outcome(request.about, published)
+        if not request.ahead:
+            return Count(stored)
+        return self._with_slots_ahead(Stored(stored), request.about, request.ahead)
+
+    def store_at_once(self, request: Store) -> Stored | None:
+        """As ``store``, but None where that would take several slices."""
+        if len(request.slots) > COMMIT_SLICE_BLOCKS:
+            return None
+        about = request.about
+        found, pieces = self._admit(request)
+        if len(pieces) != 1:
+            return self._stored(request, found, _last(self._publish(about, pieces)))
+        ((first, slots, checksums),) = pieces
+        chain = about.chain if len(slots) == len(request.slots) else about.chain[first : first + len(slots)]
+        published = self._manager.putter.publish_soon(
+            chain, slots, owner=self._owner, checksums=checksums, part=about.part
+        )
+        return self._stored(request, found, published)
+
+    async def store(self, request: Store) -> Stored:
+        """Store what the client wrote into slots lent ahead, as far as it is not stored and worth its room.
+
+        Of slots that are not all lent for such blocks none is stored, and those that are stay lent, as where
+        the namespace is not open. Else none stays lent. As of ``commit``, what is published of it may be
+        matched before the rest is.
+
+        Raises:
+            EpochEnded, TimedOut: it was too late for that.
+            InvalidRequest: the namespace is not open.
+        """
+        found, pieces = self._admit(request)
+        return self._stored(request, found, await _last_in_turns(self._publish(request.about, pieces)))
+
+    def _admit(self, request: Store) -> tuple[Admitted, list[_Piece]]:
+        """Take the slots over; those of blocks that are not to be published are free then."""
+        about, putter, lent = request.about, self._manager.putter, self._lent
+        columns = tuple(zip(*request.slots, strict=True)) or ((), (), ())
+        slots, generations, checksums = cast("_Columns", columns)
+        is_ours = tuple(map(lent.get, slots)) == generations
+        if not putter.ahead.are_lent_for(about.chain, about.part, slots, owner=self._owner) or not is_ours:
+            raise TimedOut("server: the slots are not lent to this client any more")
+        found = putter.admit_written(about.chain, part=about.part, hints=request.hints)
+        for slot in slots:
+            del lent[slot]
+        if found.num_admitted == len(slots):
+            step = COMMIT_SLICE_BLOCKS
+            return found, [
+                (at, slots[at : at + step], checksums[at : at + step]) for at in range(0, len(slots), step)
+            ]
+        admitted = found.missing[: found.num_admitted]
+        unused = set(range(len(slots))).difference(admitted)
+        self._manager.return_slots([slots[at] for at in unused], owner=self._owner)
+        return found, _pieces([WrittenSlot(at, *request.slots[at]) for at in admitted])
+
+    def _stored(self, request: Store, found: Admitted, published: Published) -> Stored:
+        if found.reason is MissReason.OTHER_EPOCH:
+            answer = Stored(0, bytes([StoreOutcome.DROPPED]) * len(request.slots), found.reason)
+        else:
+            num_stored = self._outcome(request.about, published)
+            answer = Stored(num_stored, _outcomes(found, len(request.slots), num_stored), found.reason)
+        return self._with_slots_ahead(answer, request.about, request.ahead)
+
+    def _with_slots_ahead(self, answer: Stored, about: ChainRef, count: int) -> Stored:
+        """Lend slots for the client's next put, if they can be spared, and have the answer say so."""
+        lent = self._manager.putter.lend_ahead(about.chain, about.part, count, owner=self._owner)
+        if not lent:
+            return answer
+        self._lent.update(lent)
+        # Plain tuples do as well on their way to the wire.
+        slots = cast("tuple[UnusedSlot, ...]", tuple(lent))
+        lease_s = self._manager.lease_s
+        lent_us = timeout_us(lease_s) if lease_s < math.inf else MAX_TIMEOUT_US
+        return replace(answer, slots=slots, lent_us=lent_us)
+
+    def _publish(self, about: ChainRef, pieces: Sequence[_Piece]) -> Generator[Published, None, None]:
+        """Publish piece by piece, and say what has come of it after each; others may have turns between."""
+        owner, num_stored, num_late, left = self._owner, 0, 0, deque(pieces)
         try:
-            for run in _slices(_contiguous_runs(ours)):
-                first, stop = run[0].position, run[-1].position + 1
-                is_all = first == 0 and stop == len(about.chain.keys)
+            while left:
+                first, slots, checksums = left[0]
+                is_all = not first and len(slots) == len(about.chain.keys)
                 published = self._manager.publish(
-                    about.chain if is_all else about.chain[first:stop],
-                    [Slot(slot.offset) for slot in run],
+                    about.chain if is_all else about.chain[first : first + len(slots)],
+                    slots,
                     owner=owner,
-                    checksums=[slot.checksum for slot in run],
+                    checksums=checksums,
                     part=about.part,
                 )
+                left.popleft()
                 num_stored += published.stored
                 num_late += published.late
-                num_done += len(run)
                 yield Published(num_stored, num_late)
         finally:
             # What an owner had that has ended was given back with it.
-            if num_done < len(ours) and self._manager.has_anything(owner):
-                self._manager.return_slots([Slot(slot.offset) for slot in ours[num_done:]], owner=owner)
+            if left and self._manager.has_anything(owner):
+                rest = [slot for _, slots, _ in left for slot in slots]
+                self._manager.return_slots(rest, owner=owner)
 
-    def _outcome(self, request: Commit, published: Published) -> Count:
-        if self._manager.has_ended(request.about.chain.namespace):
+    def _outcome(self, about: ChainRef, published: Published) -> int:
+        if self._manager.has_ended(about.chain.namespace):
             raise EpochEnded("server: the epoch of the namespace ended before its blocks were committed")
         if published.late:
             raise TimedOut("server: the slots were lent for less time than the writing took")
-        return Count(published.stored)
+        return published.stored
+
+    @property
+    def are_all_ahead(self) -> bool:
+        """Whether all that the client holds, if anything, are slots lent ahead."""
+        return self._manager.putter.ahead.are_all(self._owner)
+
+    def _take_all(self, request: Commit) -> list[WrittenSlot]:
+        """Return those slots of a Commit that are lent to this client; they are not from then on."""
+        return [slot for slot in request.slots if self._take(slot.offset, slot.generation)]
 
     def take_back(self, request: ReturnSlots) -> None:
         """Take slots back that the client did not write into."""
@@ -102,6 +209,46 @@ class ClientSlots:
             return False
         del self._lent[offset]
         return True
+
+
+def _last(steps: Iterable[Published]) -> Published:
+    """Publish all in one turn."""
+    total = Published(0, 0)
+    for so_far in steps:
+        total = so_far
+    return total
+
+
+async def _last_in_turns(steps: Generator[Published, None, None]) -> Published:
+    """Publish slice by slice, each in a turn of its own."""
+    total = Published(0, 0)
+    with contextlib.closing(steps):
+        for so_far in steps:
+            total = so_far
+            await asyncio.sleep(0)
+    return total
+
+
+def _pieces(written: Sequence[WrittenSlot]) -> list[_Piece]:
+    """Put written slots, whose positions grow, together into what is published at once."""
+    pieces: list[_Piece] = []
+    for run in _slices(_contiguous_runs(written)):
+        positions, offsets, _, checksums = zip(*run, strict=True)
+        pieces.append((positions[0], cast("tuple[Slot, ...]", offsets), checksums))
+    return pieces
+
+
+def _outcomes(found: Admitted, num_blocks: int, num_stored: int) -> bytes:
+    """Return the outcome of each block of a Store, of which ``num_stored`` were stored; empty if all were."""
+    if num_stored == num_blocks:
+        return b""
+    outcomes = bytearray([StoreOutcome.PRESENT]) * num_blocks
+    for at in found.missing[found.num_admitted :]:
+        outcomes[at] = StoreOutcome.DROPPED
+    # Where others were first with some, between two slices, which of them are present is not said.
+    for at in found.missing[:num_stored]:
+        outcomes[at] = StoreOutcome.STORED
+    return bytes(outcomes)
 
 
 def _contiguous_runs(slots: Sequence[WrittenSlot]) -> Iterator[Sequence[WrittenSlot]]:

@@ -373,6 +373,40 @@ class Directory:
             self.changes.note(True, tier, entry)
         return entry
 
+    def file_run(
+        self,
+        shelf: Shelf,
+        keys: Sequence[BlockKey],
+        parent: BlockKey,
+        *,
+        depth: int,
+        tier: str,
+        copies: Sequence[Copy],
+    ) -> list[BlockEntry]:
+        """As ``file``, of a run of a chain none of whose blocks has an entry; ``parent`` is before it."""
+        by_name, entries, fastest, name_end = self._by_name, shelf.entries, shelf.fastest, shelf.name_end
+        only_child = self._only_child[tier]
+        run: list[BlockEntry] = []
+        # Of thousands a second: nothing is called that can be spared.
+        for key, copy in zip(keys, copies, strict=True):
+            name = StorageKey(key + name_end)
+            entry = BlockEntry(
+                shelf, key, name, parent, depth, {tier: copy}, 0, 0, None, "", NO_CHILDREN, tier
+            )
+            entries[key] = by_name[name] = entry
+            fastest[key] = tier
+            if run:
+                run[-1].children = only_child
+                copy.is_counted = True
+            run.append(entry)
+            parent, depth = key, depth + 1
+        copies[0].is_counted = self._count_at_parent(run[0], tier)
+        if self.changes is not None:
+            for entry in run:
+                self.changes.note(True, tier, entry)
+        self._use_bytes(shelf.namespace, tier, len(run) * shelf.length_bytes)
+        return run
+
     def use_bytes(self, shelf: Shelf, tier: str, num_blocks: int) -> None:
         """Count the bytes of blocks that were filed."""
         self._use_bytes(shelf.namespace, tier, num_blocks * shelf.length_bytes)

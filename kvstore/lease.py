@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from kvstore.directory import BlockEntry
 from kvstore.keys import NamespaceDigest
 from kvstore.results import LeaseId, Owner
-from kvstore.tier import Slot
+from kvstore.tier import Slot, slot_bytes
 
 _SPARE_DEADLINES = 4096
 
@@ -36,7 +36,7 @@ class Lease:
 class LentSlot:
     """A slot in an owner's hands. ``entry`` is set, and leased, once the slot is published as that block.
 
-    One that is overdue cannot be published any more.
+    One that is overdue cannot be published any more. ``is_ahead``: it was lent for a put to come.
     """
 
     owner: Owner
@@ -44,6 +44,7 @@ class LentSlot:
     length_bytes: int
     entry: BlockEntry | None = None
     is_overdue: bool = False
+    is_ahead: bool = False
 
 
 @dataclass(slots=True)
@@ -54,6 +55,7 @@ class Holdings:
     slots: dict[Slot, LentSlot] = field(default_factory=dict)
     namespaces: set[NamespaceDigest] = field(default_factory=set)
     unnamed_bytes: int = 0
+    ahead_bytes: int = 0
     may_freeze: bool = False
 
 
@@ -76,6 +78,7 @@ class LeaseTable:
         self._num_leased = 0
         self._num_unnamed = 0
         self._unnamed_bytes = 0
+        self._ahead_bytes = 0
 
     def new_owner(self) -> Owner:
         """Return an owner that has nothing yet."""
@@ -129,12 +132,21 @@ class LeaseTable:
             self._count_down(entry)
         return lease.entries
 
-    def lend(self, owner: Owner, slots: Sequence[Slot], *, length_bytes: int, deadline_s: float) -> None:
-        """Put unnamed slots into an owner's hands."""
+    def lend(
+        self,
+        owner: Owner,
+        slots: Sequence[Slot],
+        *,
+        length_bytes: int,
+        deadline_s: float,
+        is_ahead: bool = False,
+    ) -> None:
+        """Put unnamed slots into an owner's hands; with ``is_ahead`` for a put to come."""
         holdings = self._owners[owner]
         for slot in slots:
-            holdings.slots[slot] = LentSlot(owner, deadline_s, length_bytes)
-        self._count_unnamed(holdings, len(slots), length_bytes)
+            holdings.slots[slot] = LentSlot(owner, deadline_s, length_bytes, is_ahead=is_ahead)
+        ahead_bytes = len(slots) * slot_bytes(length_bytes) if is_ahead else 0
+        self._count_unnamed(holdings, len(slots), len(slots) * length_bytes, ahead_bytes)
         if slots:
             self._watch(deadline_s, None, owner)
 
@@ -149,22 +161,44 @@ class LeaseTable:
         holdings = self._owners[owner]
         lent = holdings.slots[slot]
         lent.entry = entry
-        self._count_unnamed(holdings, -1, lent.length_bytes)
+        ahead_bytes = slot_bytes(lent.length_bytes) if lent.is_ahead else 0
+        self._count_unnamed(holdings, -1, -lent.length_bytes, -ahead_bytes)
         self._count_up(entry)
+
+    def are_lent(self, owner: Owner, slots: Sequence[Slot], length_bytes: int) -> bool:
+        """Whether an owner has all of these slots, unnamed, for that length, and in time."""
+        holdings = self._owners.get(owner)
+        found = [None] if holdings is None else map(holdings.slots.get, slots)
+        return not any(
+            lent is None or lent.is_overdue or lent.entry is not None or lent.length_bytes != length_bytes
+            for lent in found
+        )
 
     def take_back(self, owner: Owner, slot: Slot) -> LentSlot | None:
         """End the lending of one slot; None if this owner does not have it."""
+        return self.take_all_back(owner, [slot])[0]
+
+    def take_all_back(self, owner: Owner, slots: Sequence[Slot]) -> list[LentSlot | None]:
+        """As ``take_back``, of several slots."""
         holdings = self._owners.get(owner)
-        lent = holdings.slots.pop(slot, None) if holdings else None
-        if lent is None or holdings is None:
-            return None
-        if lent.entry is not None:
-            self._count_down(lent.entry)
-        else:
-            self._count_unnamed(holdings, -1, lent.length_bytes)
-        if lent.is_overdue:
-            self._num_overdue -= 1
-        return lent
+        if holdings is None:
+            return [None] * len(slots)
+        pop = holdings.slots.pop
+        taken = [pop(slot, None) for slot in slots]
+        num_slots = num_bytes = ahead_bytes = 0
+        for lent in taken:
+            if lent is None:
+                continue
+            self._num_overdue -= lent.is_overdue
+            if lent.entry is not None:
+                self._count_down(lent.entry)
+                continue
+            num_slots += 1
+            num_bytes += lent.length_bytes
+            if lent.is_ahead:
+                ahead_bytes += slot_bytes(lent.length_bytes)
+        self._count_unnamed(holdings, -num_slots, -num_bytes, -ahead_bytes)
+        return taken
 
     def end_owner(self, owner: Owner) -> tuple[list[BlockEntry], list[Slot]]:
         """End all that an owner has: (entries that lost a lease, slots that never got a name)."""
@@ -237,8 +271,8 @@ class LeaseTable:
     def share_left(self, owner: Owner, length_bytes: int, capacity_bytes: int) -> int:
         """Return how many more slots of that length an owner may have lent, of a tier of that capacity.
 
-        One that may freeze: at most half of what is not lent to others, but one if it has none. What is lent
-        to it cannot be taken back then, and so each such owner leaves at least half of the rest to others.
+        One that may freeze: at most half of what is not lent to others, but one if it needs its first. What
+        is lent to it cannot be taken back then, and so each such owner leaves at least half of the rest.
         """
         holdings = self._owners.get(owner)
         if holdings is None or not holdings.may_freeze:
@@ -246,7 +280,9 @@ class LeaseTable:
         own_bytes = holdings.unnamed_bytes
         others_bytes = self._unnamed_bytes - own_bytes
         left = ((capacity_bytes - others_bytes) // 2 - own_bytes) // length_bytes
-        return max(left, 0 if own_bytes else 1)
+        if left > 0:
+            return left
+        return int(all(lent.entry is not None or lent.is_ahead for lent in holdings.slots.values()))
 
     def leased_bytes(self, namespace: NamespaceDigest) -> int:
         """Payload bytes of a namespace's leased blocks, each counted once."""
@@ -277,10 +313,26 @@ class LeaseTable:
         holdings = self._owners.get(owner)
         return holdings is not None and bool(holdings.leases or holdings.slots)
 
-    def _count_unnamed(self, holdings: Holdings, num_slots: int, length_bytes: int) -> None:
+    def has_only_ahead(self, owner: Owner) -> bool:
+        """Whether all that an owner has, if anything, are slots that were lent for a put to come."""
+        holdings = self._owners.get(owner)
+        if holdings is None or not holdings.slots:
+            return not self.has_anything(owner)
+        return not holdings.leases and all(lent.is_ahead for lent in holdings.slots.values())
+
+    def ahead_bytes(self, owner: Owner | None = None) -> int:
+        """Bytes of the slots that an owner, or all of them, have lent for puts to come."""
+        if owner is None:
+            return self._ahead_bytes
+        holdings = self._owners.get(owner)
+        return 0 if holdings is None else holdings.ahead_bytes
+
+    def _count_unnamed(self, holdings: Holdings, num_slots: int, num_bytes: int, ahead_bytes: int) -> None:
         self._num_unnamed += num_slots
-        self._unnamed_bytes += num_slots * length_bytes
-        holdings.unnamed_bytes += num_slots * length_bytes
+        self._unnamed_bytes += num_bytes
+        holdings.unnamed_bytes += num_bytes
+        self._ahead_bytes += ahead_bytes
+        holdings.ahead_bytes += ahead_bytes
 
     def _count_up(self, entry: BlockEntry) -> None:
         entry.leases += 1

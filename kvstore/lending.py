@@ -8,6 +8,7 @@ from kvstore.messages import (
     Release,
     Request,
     ReturnSlots,
+    Stored,
     UnusedSlot,
 )
 
@@ -19,5 +20,7 @@ def giving_back(answer: Answer) -> Request | None:
             return Release(lease)
         case Lent(slots=slots) if slots:
             return ReturnSlots(tuple([UnusedSlot(at.offset, at.generation) for at in slots]))
+        case Stored(slots=ahead) if ahead:
+            return ReturnSlots(ahead)
         case _:
             return None

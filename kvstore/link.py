@@ -23,13 +23,15 @@ from kvstore.messages import (
     Hello,
     HelloReader,
     Request,
+    ReturnSlots,
     Welcome,
     decode_answer,
     encode_message,
 )
+from kvstore.stock import Stock
 from kvstore.traced_calls import begin_call, note_answer
 from kvstore.tracing import TraceContext, current
-from kvstore.wire import READS_DIRECTLY, TAKES_TRACES, Frame, FrameDecoder
+from kvstore.wire import LENDS_AHEAD, READS_DIRECTLY, TAKES_TRACES, Frame, FrameDecoder
 
 Dial = Callable[[float], socket.socket]
 """Makes a connected stream socket before an instant of ``time.monotonic()``, or raises ServerUnavailable."""
@@ -41,7 +43,8 @@ _AWAKE_S = 100e-6
 
 _PEER = struct.Struct("3i")
 _MAX_DESCRIPTORS = 3
-_OFFERED = TAKES_TRACES | READS_DIRECTLY
+_OFFERED = TAKES_TRACES | READS_DIRECTLY | LENDS_AHEAD
+"""What this client understands beyond the version."""
 
 
 def unix_dial(path: Path) -> Dial:
@@ -67,13 +70,14 @@ class Link:
     """A greeted connection. Not thread-safe: one call uses it at a time."""
 
     def __init__(
-        self, sock: socket.socket, welcome: Welcome, arena: MappedArena | None, takes_traces: bool = False
+        self, sock: socket.socket, welcome: Welcome, arena: MappedArena | None, offers: int = 0
     ) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._readable = _poll(sock, select.POLLIN)
         self._decoder = FrameDecoder()
-        self._takes_traces = takes_traces
+        self._takes_traces = bool(offers & TAKES_TRACES)
+        self.stock = Stock() if offers & LENDS_AHEAD else None
         self._unsent = b""
         self._next_id = 1
         self._is_clean = True
@@ -150,6 +154,8 @@ class Link:
         request_id = self._next_id
         self._next_id += 1
         data = encode_message(request, request_id, trace=trace)
+        if not self._is_clean:
+            raise ServerUnavailable("client: the connection could not take a message")
         if time.monotonic() >= deadline_s:
             raise TimedOut(f"client: no time is left to send {type(request).__name__}")
         self._is_clean = False
@@ -212,6 +218,12 @@ class Link:
     def _take_unsent(self) -> bytes:
         unsent, self._unsent = self._unsent, b""
         return unsent
+
+    def give_back_idle(self) -> None:
+        """Give slots back that were lent ahead and lie unused."""
+        stock = self.stock
+        if stock is not None and stock.idle_from_s <= time.monotonic():
+            self.tell(ReturnSlots(tuple(stock.take_idle())))
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -301,10 +313,10 @@ def receive_greeting(sock: socket.socket, decoder: FrameDecoder, fds: "array.arr
 
 def accept_greeting(
     frame: Frame, decoder: FrameDecoder, fds: "array.array[int]", arenas: ArenaCache
-) -> tuple[Welcome, MappedArena | None, bool]:
+) -> tuple[Welcome, MappedArena | None, int]:
     """Check the answer to Hello and map the arena. Takes over the descriptors in ``fds``.
 
-    Returns too whether the server takes traced requests.
+    Returns too what both sides understand beyond the version: flags of ``wire``.
 
     Raises:
         ServerUnavailable: the server refuses this client: it is full, stopping, or another user's.
@@ -313,25 +325,25 @@ def accept_greeting(
     answer = decode_answer(frame)
     if isinstance(answer, Failed):
         raise answer.to_error()
-    takes_traces = bool(frame.request_id & TAKES_TRACES)
-    if not isinstance(answer, Welcome) or frame.request_id & ~_OFFERED or decoder.pending_bytes:
+    offers = frame.request_id
+    if not isinstance(answer, Welcome) or offers & ~_OFFERED or decoder.pending_bytes:
         raise ProtocolMismatch(f"greeting: answered by {type(answer).__name__}")
     if not answer.arena_bytes:
-        return answer, None, takes_traces
-    has_table = bool(frame.request_id & READS_DIRECTLY)
+        return answer, None, offers & ~LENDS_AHEAD
+    has_table = bool(offers & READS_DIRECTLY)
     if len(fds) <= has_table:
         raise ProtocolMismatch("greeting: the arena's descriptor did not come with it")
     taken = list(fds)
     del fds[:]
     table_fd = taken.pop() if has_table else None
     arena = arenas.adopt(answer.instance, taken, answer.arena_bytes, table_fd=table_fd)
-    return answer, arena, takes_traces
+    return answer, arena, offers
 
 
 def greeting(*, is_read_only: bool = False) -> bytes:
     """Return the first frame a client sends."""
     hello = HelloReader(os.getpid()) if is_read_only else Hello(os.getpid())
-    return encode_message(hello, _OFFERED)
+    return encode_message(hello, _OFFERED & ~LENDS_AHEAD if is_read_only else _OFFERED)
 
 
 def close_all(fds: "array.array[int]") -> None:
@@ -342,8 +354,8 @@ def close_all(fds: "array.array[int]") -> None:
 
 def greet(
     sock: socket.socket, arenas: ArenaCache, deadline_s: float, *, is_read_only: bool
-) -> tuple[Welcome, MappedArena | None, bool]:
-    """Greet the server on a connected blocking socket, and map its arena; also: whether it takes traces.
+) -> tuple[Welcome, MappedArena | None, int]:
+    """Greet the server on a connected blocking socket, and map its arena; also: the flags it answers with.
 
     Raises:
         ServerUnavailable: nobody answers (TimedOut: not in time).

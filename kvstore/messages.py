@@ -22,10 +22,12 @@ from kvstore.answers import (
     Renewed,
     Report,
     Seen,
+    Stored,
+    StoreOutcome,
     Welcome,
 )
 from kvstore.errors import ProtocolMismatch
-from kvstore.message_fields import ChainRef, KeySet, TierNames, byte_string, timeout_us
+from kvstore.message_fields import ChainRef, KeySet, TierNames, UnusedSlot, byte_string, timeout_us
 from kvstore.record_messages import (
     DropRecord,
     GetRecord,
@@ -45,6 +47,7 @@ from kvstore.requests import (
     Erase,
     Exists,
     Fetch,
+    FilledSlot,
     Flush,
     Hello,
     HelloReader,
@@ -64,7 +67,7 @@ from kvstore.requests import (
     Reserve,
     ReturnSlots,
     Stats,
-    UnusedSlot,
+    Store,
     Why,
     WrittenSlot,
 )
@@ -106,6 +109,7 @@ Request: TypeAlias = (
     | DropRecord
     | ListRecords
     | AskSizes
+    | Store
 )
 Answer: TypeAlias = (
     Welcome
@@ -121,6 +125,7 @@ Answer: TypeAlias = (
     | Seen
     | RecordWritten
     | RecordFound
+    | Stored
     | Failed
 )
 
@@ -161,6 +166,7 @@ _REQUESTS: dict[int, type[Request]] = {
         DropRecord,
         ListRecords,
         AskSizes,
+        Store,
     )
 }
 _ANSWERS: dict[int, type[Answer]] = {
@@ -179,6 +185,7 @@ _ANSWERS: dict[int, type[Answer]] = {
         Seen,
         RecordWritten,
         RecordFound,
+        Stored,
         Failed,
     )
 }
@@ -249,6 +256,7 @@ __all__ = [
     "Failed",
     "FailureCode",
     "Fetch",
+    "FilledSlot",
     "Flush",
     "GetRecord",
     "Hello",
@@ -285,6 +293,9 @@ __all__ = [
     "ReturnSlots",
     "Seen",
     "Stats",
+    "Store",
+    "StoreOutcome",
+    "Stored",
     "TierNames",
     "UnusedSlot",
     "Welcome",

@@ -18,7 +18,8 @@ from kvstore.miss import MissReason
 from kvstore.mover import Mover
 from kvstore.policy import NO_HINT, Hint, Offer
 from kvstore.recency import Uses
-from kvstore.results import Owner, Published, Reserved, ReservedSlot
+from kvstore.results import Admitted, Owner, Published, Reserved, ReservedSlot
+from kvstore.slots_ahead import SlotsAhead
 from kvstore.space import Space
 from kvstore.state import State, WriteMode
 from kvstore.tier import Slot
@@ -45,6 +46,7 @@ class Putter:
         self._uses = uses
         self._note_fill = note_fill
         self.is_draining = False
+        self.ahead = SlotsAhead(state, space)
 
     async def reserve(
         self,
@@ -216,10 +218,6 @@ class Putter:
         slots = state.take_slots(shelf.length_bytes, worth)
         reason = None
         if len(slots) < len(missing):
-            state.counters.puts["dropped"] += len(missing) - len(slots)
-            state.counters.puts["over_quota"] += len(missing) - within
-            state.counters.puts["over_share"] += max(0, within - offered)
-            state.counters.puts["not_admitted"] += offered - worth
             reasons = [
                 *[MissReason.NO_ROOM] * (worth - len(slots)),
                 *[MissReason.NOT_ADMITTED] * (offered - worth),
@@ -227,15 +225,61 @@ class Putter:
                 *[MissReason.QUOTA] * (len(missing) - within),
             ]
             reason = reasons[0]
-            self._remember_dropped(shelf, [chain.keys[index] for index in missing[len(slots) :]], reasons)
-            if worth < len(offer.blocks):
-                parent = offer.blocks[worth - 1] if worth else offer.parent
-                refused = offer._replace(blocks=offer.blocks[worth:], parent=parent)
-                policy = state.policies[state.top.name]
-                state.afterwards.do(partial(policy.refuse, refused, now_s=state.clock()))
+            state.counters.puts["over_share"] += max(0, within - offered)
+            self._note_dropped(shelf, [chain.keys[index] for index in missing[len(slots) :]], reasons)
+            self._note_refused(offer, worth)
         self._lend(owner, slots, shelf.length_bytes)
         lent = tuple(map(ReservedSlot, missing, slots, state.top.generations(slots)))
         return Reserved(lent, present, shelf.length_bytes, reason)
+
+    def _note_dropped(self, shelf: Shelf, keys: Sequence[BlockKey], reasons: Sequence[MissReason]) -> None:
+        puts = self._state.counters.puts
+        puts["dropped"] += len(keys)
+        puts["over_quota"] += reasons.count(MissReason.QUOTA)
+        puts["not_admitted"] += reasons.count(MissReason.NOT_ADMITTED)
+        self._remember_dropped(shelf, keys, reasons)
+
+    def _note_refused(self, offer: Offer, worth: int) -> None:
+        """Tell the top tier's policy of the blocks behind the first ``worth``, if there are any."""
+        if worth == len(offer.blocks):
+            return
+        parent = offer.blocks[worth - 1] if worth else offer.parent
+        refused = offer._replace(blocks=offer.blocks[worth:], parent=parent)
+        policy = self._state.policies[self._state.top.name]
+        self._state.afterwards.do(partial(policy.refuse, refused, now_s=self._state.clock()))
+
+    def admit_written(self, chain: PrefixChain, *, part: Part | None, hints: Hints | None) -> Admitted:
+        """Decide about a put whose blocks lie in slots already as ``reserve_at_once`` does about others.
+
+        Their room is in use already, so nothing is evicted: not even by a namespace at its quota.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        state = self._state
+        shelf = state.directory.shelf(chain.namespace, part)
+        if shelf.is_stale or self.is_draining:
+            state.counters.puts["dropped"] += len(chain)
+            reason = MissReason.OTHER_EPOCH if shelf.is_stale else MissReason.UNAVAILABLE
+            return Admitted(list(range(len(chain))), 0, reason)
+        missing = self._missing(shelf, chain)
+        hint = state.hint(shelf, hints)
+        self._note_present(shelf, chain, missing, hint)
+        within = self._space.within_quota_now(shelf, len(missing))
+        offer = self._offer(shelf, chain, missing[:within], hint)
+        worth = self._space.admit_below_high_water(offer, is_taken=True) if within else 0
+        if worth == len(missing):
+            return Admitted(missing, worth)
+        reasons = [MissReason.NOT_ADMITTED] * (within - worth) + [MissReason.QUOTA] * (len(missing) - within)
+        self._note_dropped(shelf, [chain.keys[index] for index in missing[worth:]], reasons)
+        self._note_refused(offer, worth)
+        return Admitted(missing, worth, reasons[0])
+
+    def lend_ahead(
+        self, chain: PrefixChain, part: Part | None, count: int, *, owner: Owner
+    ) -> list[tuple[Slot, int]]:
+        """Lend slots for a put to come; see ``SlotsAhead.lend``. None while the store drains."""
+        return [] if self.is_draining else self.ahead.lend(chain, part, count, owner=owner)
 
     async def reserve_unnamed(
         self, count: int, length_bytes: int, *, owner: Owner, timeout_s: float | None = None
@@ -348,13 +392,45 @@ class Putter:
         if not len(slots) == len(chain.keys) == len(checksums):
             raise InvalidRequest(f"publish: {len(chain)} blocks, {len(slots)} slots: one slot per block")
         self._refuse_small_slots(slots, owner, shelf.length_bytes)
+        return self._file_all(shelf, chain, slots, checksums, state.leases.take_all_back(owner, slots))
+
+    def publish_soon(
+        self,
+        chain: PrefixChain,
+        slots: Sequence[Slot],
+        *,
+        owner: Owner,
+        checksums: Sequence[int],
+        part: Part | None,
+    ) -> Published:
+        """As ``publish``, of slots that are lent for such blocks; new ones are filed behind the answer."""
+        state = self._state
+        shelf = state.directory.shelf(chain.namespace, part)
+        lent = state.leases.take_all_back(owner, slots)
+        if not self._is_new_run(shelf, chain):
+            return self._file_all(shelf, chain, slots, checksums, lent)
+        state.afterwards.do(partial(self._publish_run, shelf, chain, slots, checksums))
+        return Published(len(slots), 0)
+
+    def _file_all(
+        self,
+        shelf: Shelf,
+        chain: PrefixChain,
+        slots: Sequence[Slot],
+        checksums: Sequence[int],
+        all_lent: Sequence[LentSlot | None],
+    ) -> Published:
+        """File blocks in slots that were taken back; what cannot be is freed."""
+        state = self._state
+        is_all = all(lent is not None and lent.entry is None and not lent.is_overdue for lent in all_lent)
+        if is_all and self._is_new_run(shelf, chain):
+            return self._publish_run(shelf, chain, slots, checksums)
         stored: list[BlockEntry] = []
         unused: list[Slot] = []
         copies: list[Copy] = []
         num_late = 0
         parent, depth = chain.parent or BlockKey(chain.namespace), chain.start
-        for key, slot, payload_sum in zip(chain.keys, slots, checksums, strict=True):
-            lent = state.leases.take_back(owner, slot)
+        for key, slot, payload_sum, lent in zip(chain.keys, slots, checksums, all_lent, strict=True):
             if lent is None or lent.entry is not None or lent.is_overdue:
                 num_late += lent is None or lent.is_overdue
                 self._note_returned(slot, lent)
@@ -372,6 +448,30 @@ class Putter:
         state.afterwards.do(partial(self._note_stored, shelf, stored, num_others=len(slots) - len(stored)))
         state.freed.set()
         return Published(len(stored), num_late)
+
+    def _is_new_run(self, shelf: Shelf, chain: PrefixChain) -> bool:
+        """Whether no block of a chain is known, nor its first one's parent among them."""
+        if shelf.is_stale or not chain.keys or not shelf.entries.keys().isdisjoint(chain.keys):
+            return False
+        return chain.parent not in chain.keys
+
+    def _publish_run(
+        self, shelf: Shelf, chain: PrefixChain, slots: Sequence[Slot], checksums: Sequence[int]
+    ) -> Published:
+        """Publish blocks none of which is known, in slots that were taken back."""
+        state, ready = self._state, CopyState.READY
+        generations = state.top.generations(slots)
+        copies = [
+            Copy(ready, slot, payload_sum, False, generation)
+            for slot, payload_sum, generation in zip(slots, checksums, generations, strict=True)
+        ]
+        parent = chain.parent or BlockKey(chain.namespace)
+        run = state.directory.file_run(
+            shelf, chain.keys, parent, depth=chain.start, tier=state.top.name, copies=copies
+        )
+        state.afterwards.do(partial(self._note_stored, shelf, run, num_others=0))
+        state.freed.set()
+        return Published(len(run), 0)
 
     def _note_generations(self, copies: Sequence[Copy]) -> None:
         """Note what readers of the copies will ask for."""

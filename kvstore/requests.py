@@ -2,7 +2,7 @@
 
 import struct
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self, cast
 
 from kvstore.errors import InvalidLayout, InvalidRequest, ProtocolMismatch
 from kvstore.hints import Hints
@@ -16,6 +16,7 @@ from kvstore.message_fields import (
     ChainRequest,
     EmptyMessage,
     KeySet,
+    UnusedSlot,
     Values,
     byte_string,
     check_positions,
@@ -23,7 +24,10 @@ from kvstore.message_fields import (
     hints_from_wire,
     hints_to_wire,
     integer,
+    pack_u64,
     text,
+    unused_from_wire,
+    unused_to_wire,
 )
 from kvstore.policy_plan import MAX_PLAN_CHARS
 from kvstore.tenant import TenantId
@@ -170,36 +174,84 @@ _WRITTEN = struct.Struct("<IQQQ")
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Publish written slots as blocks of the chain, and give them back."""
+    """Publish written slots as blocks of the chain, and give them back.
+
+    With ``ahead`` the answer is `Stored`, and brings so many slots for the next put if they can be spared.
+    """
 
     KIND: ClassVar[int] = 7
     about: ChainRef
     slots: tuple[WrittenSlot, ...]
+    ahead: int = 0
 
     def to_wire(self) -> Values:
-        """Return the chain's values and one record per slot."""
-        return (*self.about.to_wire(), b"".join([_WRITTEN.pack(*slot) for slot in self.slots]))
+        """Return the chain's values, one record per slot, and how many are wanted ahead, if any."""
+        records = b"".join([_WRITTEN.pack(*slot) for slot in self.slots])
+        return (*self.about.to_wire(), records, *((self.ahead,) if self.ahead else ()))
 
     @classmethod
     def from_wire(cls, values: Values) -> Self:
         """Return the checked request; positions grow and lie in the chain."""
+        ahead = 0
+        if len(values) == ChainRef.FIELDS + 2:
+            *_, last = values
+            values, ahead = values[:-1], integer(last, 1, MAX_KEYS, "slots ahead")
         count_fields(values, ChainRef.FIELDS + 1, "commit")
         about = ChainRef.from_wire(values[:-1])
         size = _WRITTEN.size
         blob = byte_string(values[-1], "slots", high=len(about.chain) * size, step=size)
-        slots = tuple([WrittenSlot(*fields) for fields in _WRITTEN.iter_unpack(blob)])
+        slots = tuple(map(WrittenSlot._make, _WRITTEN.iter_unpack(blob)))
         check_positions([slot.position for slot in slots], len(about.chain))
-        return cls(about, slots)
+        return cls(about, slots, ahead)
 
 
-class UnusedSlot(NamedTuple):
-    """A reserved slot that was not written: where it is, in which generation it was lent."""
+class FilledSlot(NamedTuple):
+    """A slot that was lent ahead, after writing: where it is, and its bytes' xxh3-64."""
 
     offset: int
     generation: int
+    checksum: int
 
 
-_UNUSED = struct.Struct("<QQ")
+_FILLED = struct.Struct("<QQQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Store a chain whose blocks were written into slots lent ahead, one slot for each block, in its order.
+
+    Whatever becomes of the blocks, the slots are the client's no more. ``ahead``: how many it would like for
+    its next put.
+    """
+
+    KIND: ClassVar[int] = 35
+    about: ChainRef
+    slots: tuple[FilledSlot, ...]
+    ahead: int = 0
+    hints: Hints | None = None
+
+    def to_wire(self) -> Values:
+        """Return the chain's values, one record per slot, the number, and the hints if there are any."""
+        records = pack_u64(self.slots)
+        hints = () if self.hints is None else (hints_to_wire(self.hints),)
+        return (*self.about.to_wire(), records, self.ahead, *hints)
+
+    @classmethod
+    def from_wire(cls, values: Values) -> Self:
+        """Return the checked request; there is a slot for each block, and none is named twice."""
+        hints = None
+        if len(values) == ChainRef.FIELDS + 3:
+            *_, last = values
+            values, hints = values[:-1], hints_from_wire(last)
+        count_fields(values, ChainRef.FIELDS + 2, "store")
+        about = ChainRef.from_wire(values[:-2])
+        size = len(about.chain) * _FILLED.size
+        blob = byte_string(values[-2], "slots", low=size, high=size)
+        # Plain tuples do as well, at half of the time.
+        slots = cast("tuple[FilledSlot, ...]", tuple(_FILLED.iter_unpack(blob)))
+        if len({slot[0] for slot in slots}) < len(slots):
+            raise ProtocolMismatch("message: a slot is named twice")
+        return cls(about, slots, integer(values[-1], 0, MAX_KEYS, "slots ahead"), hints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,14 +263,13 @@ class ReturnSlots:
 
     def to_wire(self) -> Values:
         """Return one record per slot."""
-        return (b"".join([_UNUSED.pack(*slot) for slot in self.slots]),)
+        return (unused_to_wire(self.slots),)
 
     @classmethod
     def from_wire(cls, values: Values) -> Self:
         """Return the checked message."""
         count_fields(values, 1, "return_slots")
-        blob = byte_string(values[0], "slots", high=MAX_KEYS * _UNUSED.size, step=_UNUSED.size)
-        return cls(tuple([UnusedSlot(*fields) for fields in _UNUSED.iter_unpack(blob)]))
+        return cls(unused_from_wire(values[0]))
 
 
 @dataclass(frozen=True, slots=True)

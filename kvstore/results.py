@@ -99,6 +99,18 @@ class Reserved:
     reason: MissReason | None = None
 
 
+class Admitted(NamedTuple):
+    """What is to become of the blocks of a put whose bytes lie in slots already, by position in its chain.
+
+    Those that are neither ``missing`` are stored; the first ``num_admitted`` of ``missing`` may be published.
+    ``reason`` says why the next may not.
+    """
+
+    missing: list[int]
+    num_admitted: int
+    reason: MissReason | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class PutResult:
     """How many blocks of a put were stored, were there already, or were dropped for want of room.

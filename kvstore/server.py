@@ -32,7 +32,7 @@ from kvstore.server_address import parse_address
 from kvstore.server_counters import ServerCounters
 from kvstore.server_socket import BACKLOG, listening_socket
 from kvstore.serving import MAX_IN_FLIGHT, Connection
-from kvstore.wire import READS_DIRECTLY, TAKES_TRACES, FrameDecoder, encode_frame
+from kvstore.wire import LENDS_AHEAD, READS_DIRECTLY, TAKES_TRACES, FrameDecoder, encode_frame
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ _IDLE_S = 10.0
 _LATE_S = 2.0
 _BEAT_S = 0.1
 _PEER = struct.Struct("3i")
+_FOR_READERS = TAKES_TRACES | READS_DIRECTLY
 
 
 class SharedListing(Protocol):
@@ -92,6 +93,7 @@ class StoreServer:
         self._greetings: set[asyncio.Task[None]] = set()
         self._silent: dict[asyncio.Task[None], None] = {}  # of those, who has not greeted yet; oldest first
         self._connections: set[Connection] = set()
+        self._making_way: set[Connection] = set()
         self._is_started = False
         self._is_stopping = False
         self._minding: list[asyncio.Task[None]] = []
@@ -178,7 +180,7 @@ class StoreServer:
         for connection in list(self._connections):
             connection.close()
         await asyncio.sleep(0)
-        for connection in list(self._connections):
+        for connection in [*self._connections, *self._making_way]:
             connection.abort()
         await asyncio.sleep(0)
         await self._late_work.close(patience_s=_LATE_S)
@@ -221,7 +223,9 @@ class StoreServer:
                 decoder = FrameDecoder()
                 hello, offered = await self._read_hello(sock, decoder)
                 self._note_greeted()
-                self._send_welcome(sock, offered, is_reader=isinstance(hello, HelloReader))
+                is_reader = isinstance(hello, HelloReader)
+                taken = offered & (_FOR_READERS if is_reader else _FOR_READERS | LENDS_AHEAD)
+                self._send_welcome(sock, taken, is_reader=is_reader)
         except ProtocolMismatch as error:
             self.counters.protocol_errors += 1
             self._malformed.warn("server: closed a connection at its greeting: %s", error)
@@ -264,6 +268,7 @@ class StoreServer:
 
     def _forget_connection(self, connection: Connection) -> None:
         self._connections.discard(connection)
+        self._making_way.discard(connection)
         self.counters.open_connections = len(self._connections)
 
     def _refusal(self, sock: socket.socket) -> ServerUnavailable | None:
@@ -279,13 +284,17 @@ class StoreServer:
         return None if self._is_started else ServerUnavailable("server: starting: its tiers are being opened")
 
     def _end_idle_connection(self) -> bool:
-        """Make room for a client: end the connection that has been idle, holding nothing, for longest."""
+        """Make room for a client: end the connection that has been idle, holding nothing, for longest.
+
+        Slots that were lent to it ahead do not count; they stay its own until it is gone.
+        """
         idle = max(self._connections, key=lambda connection: connection.idle_s)
         if idle.idle_s <= _IDLE_S:
             return False
         self.counters.idle_ended += 1
         self._forget_connection(idle)
-        idle.abort()
+        self._making_way.add(idle)
+        idle.cut()
         return True
 
     def _refuse(self, sock: socket.socket, error: ServerUnavailable | ProtocolMismatch) -> None:
@@ -320,7 +329,7 @@ class StoreServer:
         return request, frame.request_id
 
     def _send_welcome(self, sock: socket.socket, offered: int, *, is_reader: bool) -> None:
-        greeting_id = offered & TAKES_TRACES
+        greeting_id = offered & ~READS_DIRECTLY
         if self._arena_fd is None or self._reading_fd is None:
             sock.send(encode_message(Welcome(self._instance, 0, MAX_IN_FLIGHT), greeting_id))
             return

@@ -26,6 +26,7 @@ from kvstore.answering import (
     answer_seen,
     answer_sizes,
     control_limit_s,
+    note_access,
     ready_slots,
 )
 from kvstore.client_slots import ClientSlots
@@ -80,6 +81,7 @@ from kvstore.messages import (
     Reserve,
     ReturnSlots,
     Stats,
+    Store,
     TierNames,
     Why,
     decode_traced,
@@ -222,8 +224,11 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the client was last heard, while it waits for nothing and holds nothing; else 0."""
-        if self._in_flight or self._manager.has_anything(self._owner):
+        """Seconds since the client was last heard, while it waits for nothing and holds nothing; else 0.
+
+        Slots lent to it ahead are nothing.
+        """
+        if self._in_flight or not self._slots.are_all_ahead:
             return 0.0
         return time.monotonic() - self._heard_s
 
@@ -244,7 +249,7 @@ class Connection(asyncio.BufferedProtocol):
         elif self._transport is not None:
             self._transport.abort()
 
-    def _cut(self) -> None:
+    def cut(self) -> None:
         """End the connection now, but keep what the client may be writing into until it is gone."""
         if self._transport is None or self._lingering is not None:
             return
@@ -278,7 +283,7 @@ class Connection(asyncio.BufferedProtocol):
         except ProtocolMismatch as error:
             self._counters.protocol_errors += 1
             self._malformed.warn("server: closed a connection: %s", error)
-            self._cut()
+            self.cut()
             return
         if is_over and decoder.pending_bytes:
             self._is_turn_over = True
@@ -371,8 +376,8 @@ class Connection(asyncio.BufferedProtocol):
                     about.chain, owner=self._owner, part=about.part, hints=hints
                 )
                 return None if reserved is None else self._lent_slots(reserved)
-            case Commit():
-                return self._slots.commit_at_once(request)
+            case Commit() | Store():
+                return self._slots.publish_at_once(request)
             case Ping() | NoteHints():
                 self._note_hints(request)
                 return Done()
@@ -392,7 +397,7 @@ class Connection(asyncio.BufferedProtocol):
             )
         except ProtocolMismatch:
             self._counters.protocol_errors += 1
-            self._cut()
+            self.cut()
         except KVStoreError as error:
             self._refuse(error, request_id)
         except Exception:
@@ -420,7 +425,7 @@ class Connection(asyncio.BufferedProtocol):
                 return await answer_lease(self._manager, self._owner, request)
             case MatchAndLease():
                 return await answer_match_and_lease(self._manager, self._owner, request)
-            case Reserve() | Commit():
+            case Reserve() | Commit() | Store():
                 return await self._store(request)
             case Prefetch(about, timeout_us):
                 return Count(
@@ -489,9 +494,11 @@ class Connection(asyncio.BufferedProtocol):
             reason=fetched.reason,
         )
 
-    async def _store(self, request: Reserve | Commit) -> Lent | Count:
+    async def _store(self, request: Reserve | Commit | Store) -> Answer:
         if isinstance(request, Commit):
             return await self._slots.commit(request)
+        if isinstance(request, Store):
+            return await self._slots.store(request)
         about = request.about
         reserved = await self._manager.reserve(
             about.chain,
@@ -579,7 +586,7 @@ class Connection(asyncio.BufferedProtocol):
         self._malformed.warn(
             "server: closed a connection: it did not read its answers for %g s", _SLOW_READER_S
         )
-        self._cut()
+        self.cut()
 
 
 def _name(request: Request) -> str:

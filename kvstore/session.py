@@ -12,6 +12,7 @@ from kvstore.keys import Namespace
 from kvstore.link import Link
 from kvstore.messages import Answer, Failed, FailureCode, OpenNamespace, Request
 from kvstore.shared_link import SharedLink
+from kvstore.stock import Stock
 from kvstore.transfer import SlotReader
 
 T = TypeVar("T")
@@ -66,6 +67,11 @@ class CallSession:
         if self._link.arena is None:
             raise ServerUnavailable("server: it has no arena")
         return self._link.arena
+
+    @property
+    def stock(self) -> Stock | None:
+        """Slots lent ahead to the connection; None if that takes none."""
+        return self._link.stock if isinstance(self._link, Link) else None
 
     def note_corrupt(self) -> None:
         """Count a block whose bytes were wrong."""

@@ -26,7 +26,7 @@ from kvstore.link import Dial, greet
 from kvstore.messages import Answer, Request, Welcome, decode_answer, encode_message
 from kvstore.traced_calls import begin_call, note_answer
 from kvstore.tracing import TraceContext
-from kvstore.wire import FrameDecoder
+from kvstore.wire import TAKES_TRACES, FrameDecoder
 
 _RECEIVE_BYTES = 256 << 10
 _MAX_UNSENT_BYTES = 4 << 20
@@ -50,10 +50,10 @@ class SharedLink:
     """A greeted connection. Thread-safe."""
 
     def __init__(
-        self, sock: socket.socket, welcome: Welcome, arena: MappedArena | None, takes_traces: bool = False
+        self, sock: socket.socket, welcome: Welcome, arena: MappedArena | None, offers: int = 0
     ) -> None:
         sock.setblocking(False)
-        self._takes_traces = takes_traces
+        self._takes_traces = bool(offers & TAKES_TRACES)
         self.welcome = welcome
         self.arena = arena
         self.opened: set[NamespaceDigest] = set()

@@ -16,7 +16,7 @@ from kvstore.keys import NamespaceDigest
 from kvstore.miss import MissReason
 from kvstore.policy import NamespacePolicies, Offer
 from kvstore.state import State, WriteMode
-from kvstore.tier import ALIGNMENT_BYTES, StorageKey, Tier
+from kvstore.tier import StorageKey, Tier, slot_bytes
 
 _PLAN_BLOCKS = 16
 """Smallest plan: making room for one block at a time would walk the policy's order too often."""
@@ -191,12 +191,11 @@ class Space:
         state, length = self._state, offer.size_bytes
         count = len(offer.blocks)
         while count and not state.top.has_room(length, count):
-            slot_bytes = -(-length // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             free_bytes = state.top.capacity_bytes - state.top.used_bytes
             num_left, demoting, num_refused = self._leave_top(
                 min(count, _STEP_BLOCKS),
                 by=by,
-                enough_bytes=max(1, count * slot_bytes - free_bytes),
+                enough_bytes=max(1, count * slot_bytes(length) - free_bytes),
                 offer=offer._replace(blocks=offer.blocks[:count]),
             )
             count -= num_refused
@@ -206,13 +205,14 @@ class Space:
                 break
         return count
 
-    def admit_below_high_water(self, offer: Offer) -> int:
+    def admit_below_high_water(self, offer: Offer, *, is_taken: bool = False) -> int:
         """Return how many of the offered blocks are worth more than what would leave for them.
 
         For blocks that there is room for, but only above the mark from where blocks leave in the background.
+        ``is_taken``: that room is in use already.
         """
         state = self._state
-        top, size_bytes = state.top, offer.size_bytes * len(offer.blocks)
+        top, size_bytes = state.top, 0 if is_taken else offer.size_bytes * len(offer.blocks)
         high = state.settings.high_water_ratio * top.capacity_bytes
         if top.used_bytes + size_bytes <= high or not self._may_refuse:
             return len(offer.blocks)
@@ -271,8 +271,21 @@ class Space:
                 continue
             if not await self._wait_freed(demoting, deadline_s):
                 break
-        left = quota - state.directory.used_bytes(state.top.name, namespace)
-        return max(0, min(wanted, int(left // length)))
+        return self.within_quota_now(shelf, wanted)
+
+    def within_quota_now(self, shelf: Shelf, count: int) -> int:
+        """Return how many of ``count`` more blocks a namespace may have in the top tier as it is."""
+        state = self._state
+        if state.settings.namespace_quota_ratio >= 1.0:
+            return count
+        quota = state.settings.namespace_quota_ratio * state.top.capacity_bytes
+        left = quota - state.directory.used_bytes(state.top.name, shelf.namespace)
+        return max(0, min(count, int(left // shelf.length_bytes)))
+
+    def room_below_high_water(self) -> int:
+        """Return the bytes of the top tier that are free below its high-water mark."""
+        top = self._state.top
+        return int(self._state.settings.high_water_ratio * top.capacity_bytes) - top.used_bytes
 
     async def age(self) -> None:
         """Bring the top tier from above its high-water mark down to its low-water mark, as far as it goes."""

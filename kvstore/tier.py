@@ -24,6 +24,11 @@ ALIGNMENT_BYTES = 4096
 """Alignment and size granule of arena slots and slab slots (O_DIRECT, DMA)."""
 
 
+def slot_bytes(length_bytes: int) -> int:
+    """Return the size of the slot that a payload of that length lies in."""
+    return -(-length_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
 class Medium(enum.Enum):
     """What a tier is made of."""
 

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 
 from kvstore import tracing
 from kvstore.message_fields import ChainRef, KeySet
-from kvstore.messages import Answer, Count, Failed, Leased, Lent, Matched, Ready, Request, Seen
+from kvstore.messages import Answer, Count, Failed, Leased, Lent, Matched, Ready, Request, Seen, Stored
 from kvstore.tracing import Attribute, Span, SpanKind, TraceContext
 
 _SYSTEM = "kvstore"
@@ -44,6 +44,8 @@ def note_answer(span: Span, answer: Answer) -> None:
             done, reason = len(answer.slots), answer.reason
         case Seen():
             done = len(answer.slots)
+        case Stored():
+            done, reason = answer.stored, answer.reason
         case Count(count):
             done = count
         case _:

@@ -20,6 +20,7 @@ from kvstore.checksum import (
     checksum,
     copy_array_with_checksum,
     copy_array_with_source_checksum,
+    copy_small_with_checksum,
 )
 from kvstore.errors import InvalidRequest, ProtocolMismatch
 from kvstore.messages import LentSlot, ReadySlot, WrittenSlot
@@ -239,18 +240,48 @@ def _write_slots(
         if should_stop():
             break
         group = slots[start : start + step]
-        offsets = [slot[1] for slot in group]
+        positions, offsets, generations = zip(*group, strict=True)
         targets = arena.slot_arrays(offsets, length_bytes)
-        generations = arena.generations(offsets)
-        for count, (position, offset, generation) in enumerate(group):
-            if generations[count] != generation:
-                return written
-            at = start + count
-            digest = _write_slot(arena, slots[at], targets[count], payloads[at], should_stop, ahead)
-            if digest is None or (expected is not None and expected[at] != digest):
-                return written
-            written.append(WrittenSlot(position, offset, generation, digest))
+        good = _num_equal(arena.generations(offsets), generations)
+        sources = payloads[start : start + good]
+        if length_bytes <= GROUP_BYTES and positions[0] not in ahead.whole:
+            digests = list(map(copy_small_with_checksum, targets, sources))
+        else:
+            digests = _write_group(arena, group[:good], targets, sources, should_stop, ahead)
+        good = len(digests)
+        if expected is not None:
+            good = _num_equal(digests, expected[start : start + good])
+        fields = zip(positions, offsets, generations, digests[:good], strict=False)
+        written += map(WrittenSlot._make, fields)
+        if good < len(group):
+            break
     return written
+
+
+def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return how many leading values are the same."""
+    if list(first) == list(second):
+        return len(first)
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _write_group(
+    arena: SlotReader,
+    slots: Sequence[LentSlot],
+    targets: Sequence[Bytes],
+    payloads: Sequence[Bytes],
+    should_stop: Callable[[], bool],
+    ahead: SumsAhead,
+) -> list[int]:
+    """Copy payloads one by one; returns the sums of those that were copied whole."""
+    digests: list[int] = []
+    for slot, target, payload in zip(slots, targets, payloads, strict=False):
+        digest = _write_slot(arena, slot, target, payload, should_stop, ahead)
+        if digest is None:
+            break
+        digests.append(digest)
+    return digests
 
 
 def _write_slot(

@@ -45,6 +45,12 @@ A client offers it, and a server that knows it sends it back; one that does not 
 READS_DIRECTLY = 2
 """Another such flag: behind the arena's descriptors comes that of the table of READY blocks."""
 
+LENDS_AHEAD = 4
+"""Another such flag: slots may be lent before they are asked for, and `Store` puts in one exchange."""
+
+AHEAD_BYTES = 4 << 20
+"""Most bytes of slots that a connection may have lent ahead, if it is more than one of them."""
+
 _MAX_TEXT_BYTES = 4096
 _MAX_ARRAY = 64
 _PREFIX = struct.Struct("<4sHHQI")

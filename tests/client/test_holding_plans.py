@@ -41,6 +41,10 @@ class PlainSession:
     def mapped_arena(self) -> MappedArena:
         return MappedArena(bytes(16), self._view, self._view)
 
+    @property
+    def stock(self) -> None:
+        return None
+
     def note_corrupt(self) -> None:
         raise AssertionError
 

@@ -33,6 +33,7 @@ from kvstore.messages import (
     Failed,
     FailureCode,
     Fetch,
+    FilledSlot,
     Flush,
     GetRecord,
     Hello,
@@ -69,6 +70,8 @@ from kvstore.messages import (
     ReturnSlots,
     Seen,
     Stats,
+    Store,
+    Stored,
     TierNames,
     UnusedSlot,
     Welcome,
@@ -143,6 +146,9 @@ REQUESTS: dict[str, Request] = {
     "release_corrupt": Release(7, _TAIL),
     "reserve": Reserve(_CHAIN, 1),
     "commit": Commit(_CHAIN, (WrittenSlot(0, 4096, 1, 2**64 - 1), WrittenSlot(1, 8192, 3, 4))),
+    "commit_ahead": Commit(_CHAIN, (WrittenSlot(1, 8192, 3, 4),), 2),
+    "store": Store(_CHAIN, (FilledSlot(4096, 1, 2**64 - 1), FilledSlot(8192, 3, 4)), 2),
+    "store_hinted": Store(_TAIL, (FilledSlot(4096, 1, 2), FilledSlot(8192, 3, 4)), 0, _HINTS),
     "return_slots": ReturnSlots((UnusedSlot(4096, 1),)),
     "prefetch": Prefetch(_CHAIN, 0),
     "drop": Drop(_CHAIN, 0),
@@ -191,6 +197,8 @@ ANSWERS: dict[str, Answer] = {
     "leased_none": Leased(None, 0, 0, (), TierNames.of(["dram"]), None, MissReason.QUOTA),
     "renewed": Renewed(30_000_000),
     "seen": Seen(64, (ReadySlot(4096, 1, 2), ReadySlot(8192, 3, 4)), "dram"),
+    "stored": Stored(2, slots=(UnusedSlot(4096, 1), UnusedSlot(8192, 3)), lent_us=30_000_000),
+    "stored_in_part": Stored(1, b"\x01\x00\x02", MissReason.NOT_ADMITTED),
     "record_written": RecordWritten(RecordWrite(RecordOutcome.STORED, 2**53 - 1, RecordPlace.SSD)),
     "record_unwritten": RecordWritten(
         RecordWrite(RecordOutcome.UNAVAILABLE, is_doubtful=True, problem="no answer in time")
@@ -276,6 +284,52 @@ def test_a_server_of_before_refuses_a_traced_request_and_is_never_sent_one() -> 
 
 def test_there_is_a_golden_frame_for_every_kind_and_none_for_others() -> None:
     assert set(GOLDEN) == {*REQUESTS, *ANSWERS, *TRACED_REQUESTS}
+
+
+_FILLED = Store(_CHAIN, (FilledSlot(4096, 1, 2), FilledSlot(8192, 3, 4)), 2).to_wire()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        _FILLED[:-1],
+        (*_FILLED, None),
+        (*_FILLED[:-1], -1),
+        (*_FILLED[:-1], MAX_KEYS + 1),
+        (*_FILLED[:-2], b"", 2),
+        (*_FILLED[:-2], bytes(24), 2),
+        (*_FILLED[:-2], bytes(72), 2),
+        (*_FILLED[:-2], bytes(48), 2),
+    ],
+)
+def test_a_store_that_has_not_one_slot_for_each_block_breaks_the_protocol(values: Any) -> None:
+    with pytest.raises(ProtocolMismatch):
+        decode_request(_frame(encode_frame(Store.KIND, 1, values)))
+
+
+@pytest.mark.parametrize("ahead", [0, -1, MAX_KEYS + 1, None, True])
+def test_a_commit_wants_some_slots_ahead_or_does_not_speak_of_them(ahead: Any) -> None:
+    values = (*Commit(_CHAIN, ()).to_wire(), ahead)
+
+    with pytest.raises(ProtocolMismatch):
+        decode_request(_frame(encode_frame(Commit.KIND, 1, values)))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (1, b"", None, b""),
+        (1, b"\x00\x00", None, b"", 0),
+        (0, b"\x03", None, b"", 0),
+        (-1, b"", None, b"", 0),
+        (1, b"", "no reason", b"", 0),
+        (1, b"", None, bytes(15), 0),
+        (1, b"", None, b"", -1),
+    ],
+)
+def test_outcomes_that_do_not_add_up_break_the_protocol(values: Any) -> None:
+    with pytest.raises(ProtocolMismatch):
+        decode_answer(_frame(encode_frame(Stored.KIND, 1, values)))
 
 
 @pytest.mark.parametrize(

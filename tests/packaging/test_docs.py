@@ -96,6 +96,7 @@ def test_every_failure_code_is_documented():
         f"{BACKLOG} clients may be greeting",
         f"within {server._GREETING_TIMEOUT_S:g} s",
         f"at most {wire._MAX_ARRAY} values",
+        f"at most {wire.AHEAD_BYTES >> 20} MiB to a connection",
         f"(UTF-8, at most {wire._MAX_TEXT_BYTES} bytes)",
     ],
 )

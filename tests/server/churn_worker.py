@@ -54,7 +54,9 @@ class ChurningClient:
         return CHURN_SPACE.chain(range(start, start + 4 * self._choose.randint(1, 8)))
 
     def _put(self, chain: PrefixChain) -> int:
-        self.store.put(chain, [payload(key) for key in chain.keys])
+        for _ in range(self._choose.randint(1, 3)):  # from the second on there may be slots lent ahead
+            self.store.put(chain, [payload(key) for key in chain.keys])
+            chain = self._chain()
         return 0
 
     def _get(self, chain: PrefixChain) -> int:

@@ -26,6 +26,7 @@ from kvstore.messages import (
     Drop,
     Exists,
     Fetch,
+    FilledSlot,
     Flush,
     Hello,
     HelloReader,
@@ -44,6 +45,7 @@ from kvstore.messages import (
     Reserve,
     ReturnSlots,
     Stats,
+    Store,
     UnusedSlot,
     Why,
     WrittenSlot,
@@ -72,6 +74,10 @@ def requests(choose: random.Random) -> list[Request]:
         Release(lease, about if len(chain) else None),
         Reserve(ChainRef(_FUZZED, None), time_us),
         Commit(about, tuple(WrittenSlot(at, slot + at, 1, 7) for at in range(len(chain)))),
+        Commit(about, (), choose.randint(0, 8)),
+        Store(
+            about, tuple(FilledSlot(slot + 4096 * at, 1, 7) for at in range(len(chain))), choose.randint(0, 9)
+        ),
         ReturnSlots((UnusedSlot(slot, choose.randrange(8)),)),
         Prefetch(about, time_us),
         Drop(ChainRef(_FUZZED, None), time_us),

@@ -1,0 +1,178 @@
+"""The plan of a put: in one exchange where there are slots lent ahead, else slots are asked for first.
+
+Either way payloads are written into lent slots, checksum in the same pass, before the server publishes them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from kvstore.calls import (
+    Plan,
+    PutTally,
+    Session,
+    Tell,
+    Work,
+    ask_for,
+    ask_for_slots,
+    check_keys,
+    miss_reason,
+    why_unwritten,
+    window_blocks,
+)
+from kvstore.errors import ProtocolMismatch, TierFull, TierUnavailable
+from kvstore.hints import Hints
+from kvstore.messages import (
+    ChainRef,
+    Commit,
+    Count,
+    FilledSlot,
+    LentSlot,
+    ReturnSlots,
+    Store,
+    Stored,
+    UnusedSlot,
+    WrittenSlot,
+)
+from kvstore.miss import MissReason
+from kvstore.stock import Stock
+from kvstore.transfer import Bytes, SumsAhead, write_slots
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """What is to be put: one payload per block of the chain, and its checksum if that is known."""
+
+    about: ChainRef
+    payloads: Sequence[Bytes]
+    length_bytes: int
+    checksums: Sequence[int] | None
+    hints: Hints | None = None
+
+    def part_of(self, start: int, count: int) -> "Put":
+        """Return the put of ``count`` blocks from one on."""
+        if not start and count >= len(self.about.chain):
+            return self
+        stop = start + count
+        about = ChainRef(self.about.chain[start:stop], self.about.part)
+        checksums = None if self.checksums is None else self.checksums[start:stop]
+        return Put(about, self.payloads[start:stop], self.length_bytes, checksums, self.hints)
+
+
+def put_plan(session: Session, put: Put, tally: PutTally) -> Plan[None]:
+    """Store blocks that are not stored yet."""
+    check_keys(put.about.chain)
+    stock = session.stock
+    if stock is not None:
+        slots = stock.begin_put(put.length_bytes, len(put.about.chain))
+        if slots and (yield from _put_at_once(session, stock, slots, put, tally)):
+            return
+    window = window_blocks(put.length_bytes)
+    for start in range(0, len(put.about.chain), window):
+        is_done = yield from _put_window(session, stock, put.part_of(start, window), start, tally)
+        if not is_done:
+            return
+        if session.remaining_s() <= 0:
+            tally.note_reason(MissReason.TIMED_OUT)
+            return
+
+
+def _put_at_once(
+    session: Session, stock: Stock, slots: list[UnusedSlot], put: Put, tally: PutTally
+) -> Plan[bool]:
+    """Write blocks into slots lent ahead, and have them stored; False if they could not all be written."""
+    unused = slots
+    try:
+        arena, about = session.writing_arena(), put.about
+        lent = list(map(LentSlot._make, zip(range(len(slots)), *zip(*slots, strict=True), strict=True)))
+
+        def copy(should_stop: Callable[[], bool]) -> list[WrittenSlot]:
+            return write_slots(arena, lent, put.payloads, should_stop, expected=put.checksums)
+
+        written: list[WrittenSlot] = yield Work(copy, put.length_bytes * len(slots))
+        if len(written) < len(slots):
+            if session.remaining_s() <= 0:
+                tally.note_reason(MissReason.TIMED_OUT)
+                return True
+            return False
+        # Plain tuples do as well on their way to the wire, at a fifth of the time.
+        filled = cast("tuple[FilledSlot, ...]", tuple([slot[1:] for slot in written]))
+        ahead, asked_s = stock.wanted(put.length_bytes, len(slots)), stock.clock()
+        answer = yield from ask_for(Store(about, filled, ahead, put.hints), Stored)
+        unused = []
+        if len(answer.outcomes or filled) != len(filled) or len(answer.slots) not in (0, ahead):
+            raise ProtocolMismatch("answer: outcomes or slots do not fit the request")
+        if not answer.outcomes and answer.stored != len(filled):
+            raise ProtocolMismatch("answer: what became of the blocks is not said")
+        tally.note_outcomes(answer)
+        stock.note_present(tally.present)
+        stock.add(put.length_bytes, answer, asked_s)
+        return True
+    finally:
+        if unused:
+            yield Tell(ReturnSlots(tuple(unused)))
+
+
+def _put_window(session: Session, stock: Stock | None, put: Put, start: int, tally: PutTally) -> Plan[bool]:
+    """Have slots lent for some blocks, from ``start`` in the tally; False if some were not to be had."""
+    about, sums = put.about, SumsAhead(put.payloads)
+    try:
+        lent = yield from ask_for_slots(session, about, start, tally, put.hints, sums.begin)
+    except (TierFull, TierUnavailable) as error:
+        tally.note_reason(miss_reason(error))
+        return False
+    if stock is not None:
+        stock.note_present(lent.present)
+    if lent.slots:
+        yield from _write_and_commit(session, stock, put, lent.slots, start=start, sums=sums, tally=tally)
+    return len(lent.slots) == len(about.chain) - lent.present
+
+
+def _write_and_commit(
+    session: Session,
+    stock: Stock | None,
+    put: Put,
+    slots: tuple[LentSlot, ...],
+    *,
+    start: int,
+    sums: SumsAhead,
+    tally: PutTally,
+) -> Plan[None]:
+    unused = slots
+    try:
+        arena = session.writing_arena()
+        sources = [put.payloads[slot.position] for slot in slots]
+        expected = None if put.checksums is None else [put.checksums[slot.position] for slot in slots]
+
+        def copy(should_stop: Callable[[], bool]) -> list[WrittenSlot]:
+            return write_slots(arena, slots, sources, should_stop, expected=expected, ahead=sums)
+
+        written: list[WrittenSlot] = yield Work(copy, put.length_bytes * len(sources))
+        if written:
+            num_stored = yield from _commit(stock, put, tuple(written))
+            if num_stored > len(written):
+                raise ProtocolMismatch("answer: more blocks stored than were committed")
+            tally.note_stored(start, written, num_stored)
+        unused = slots[len(written) :]
+        if unused:
+            tally.note_reason(why_unwritten(session, expected))
+    finally:
+        if unused:
+            yield Tell(ReturnSlots(tuple([UnusedSlot(slot.offset, slot.generation) for slot in unused])))
+
+
+def _commit(stock: Stock | None, put: Put, written: tuple[WrittenSlot, ...]) -> Plan[int]:
+    """Have written slots published, and others lent for the next put; returns how many blocks are new."""
+    ahead = 0 if stock is None else stock.wanted(put.length_bytes, len(put.about.chain))
+    if stock is None or not ahead:
+        count = yield from ask_for(Commit(put.about, written), Count)
+        return count.count
+    others = stock.make_room(put.length_bytes, ahead)
+    if others:
+        yield Tell(ReturnSlots(tuple(others)))
+    asked_s = stock.clock()
+    answer = yield from ask_for(Commit(put.about, written, ahead), Stored)
+    if len(answer.slots) not in (0, ahead) or answer.outcomes:
+        raise ProtocolMismatch("answer: slots do not fit the request")
+    stock.add(put.length_bytes, answer, asked_s)
+    return answer.stored
