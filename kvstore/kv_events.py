@@ -26,17 +26,23 @@ _INT_BYTES = 8
 
 
 class HashForm(enum.Enum):
-    """How block keys are told: whole, or as vLLM does by default: their last 64 bits as an integer."""
+    """How block keys are told: whole, or as vLLM does by default: their last 64 bits as an integer.
+
+    ``SIGNED`` is that integer of 64 bits with a sign, which SGLang tells.
+    """
 
     BYTES = "bytes"
     INT = "int"
+    SIGNED = "signed"
     HEX = "hex"
 
     def of(self, key: BlockKey) -> bytes | int | str:
         """Return a key in this form."""
         if self is HashForm.BYTES:
             return bytes(key)
-        return key.hex() if self is HashForm.HEX else int.from_bytes(key[-_INT_BYTES:], "big")
+        if self is HashForm.HEX:
+            return key.hex()
+        return int.from_bytes(key[-_INT_BYTES:], "big", signed=self is HashForm.SIGNED)
 
 
 class EventForm(enum.Enum):

@@ -40,6 +40,9 @@ _KEPT_BYTES = 64 << 20
 _TICK_S = 0.02
 _REPLAY_STEP = 64
 _RANK = 0
+_OF_OTHERS = 0o037
+"""Rights that others may not have to a secret. Its group may read it, as Secrets of Kubernetes have it."""
+
 _MAX_REQUEST_BYTES = 1024
 """What clients send is a subscription, or the number that a replay begins at."""
 
@@ -140,7 +143,16 @@ class ZmqPublisher:
 
     def _take(self, batch: EventBatch) -> None:
         self._next += bool(batch.lost)  # a number that nobody gets: whoever counts sees that it misses some
-        self._publish([event.as_map(self._settings.hashes) for event in batch.events])
+        words = self._settings.media
+        events: list[Mapping[str, object]] = []
+        for event in batch.events:
+            word = words.get(event.medium, event.medium)
+            if word:
+                told = event.as_map(self._settings.hashes)
+                told["medium"] = word
+                events.append(told)
+        if events:
+            self._publish(events)
 
     def _publish(self, events: Sequence[Mapping[str, object]]) -> None:
         assert self._publishing is not None, "not open"
@@ -189,7 +201,7 @@ class ZmqPublisher:
 def _certificate(path: Path) -> tuple[bytes, bytes]:
     """Return public and secret key of a certificate file."""
     try:
-        if path.stat().st_mode & 0o077:
+        if path.stat().st_mode & _OF_OTHERS:
             raise InvalidConfig(f"events: {path}: others may read it: chmod 600 {path}")
         public, secret = zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:

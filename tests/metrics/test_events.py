@@ -9,34 +9,13 @@ import pytest
 import zmq
 import zmq.auth
 
-from kvstore import KVLayout, KVStore, Namespace
-from kvstore.client_state import Timeouts
 from kvstore.drill.redis_server import redis_obstacle
-from kvstore.drill.store_process import PartFailed, StoreProcess, StoreSettings
+from kvstore.drill.store_process import PartFailed
 from kvstore.errors import InvalidConfig
-from kvstore.kv_events import HashForm
-from kvstore.zmq_settings import ZmqSettings
+from kvstore.zmq_settings import ZmqSettings, media_words
+from tests.metrics.publishing_store import BLOCK_BYTES, MIB, PublishingStore, chain_of, hashes, put
 from tests.metrics.vllm_events import AllBlocksCleared, BlockRemoved, BlockStored, Subscriber, array_decoder
 from tests.redis_server import RedisServer, free_port
-
-MIB = 1 << 20
-BLOCK_BYTES = 4096
-SPACE = Namespace("m", KVLayout.opaque(block_bytes=BLOCK_BYTES, block_tokens=16))
-PATIENT = Timeouts(match_s=60, fetch_s=60, put_s=60, control_s=60)
-
-
-def chain_of(number, num_blocks=4, space=SPACE):
-    return space.chain([number] * 8 + list(range(num_blocks * 16 - 8)))
-
-
-def put(client, number, num_blocks=4, space=SPACE):
-    chain = chain_of(number, num_blocks, space)
-    client.put(chain, bytes(num_blocks * BLOCK_BYTES))
-    return chain
-
-
-def hashes(chain):
-    return [HashForm.INT.of(key) for key in chain.keys]
 
 
 def until(subscriber, condition, timeout_s=60):
@@ -45,33 +24,6 @@ def until(subscriber, condition, timeout_s=60):
     while not condition() and time.monotonic() < give_up_s:
         subscriber.receive()
     assert condition()
-
-
-class PublishingStore(StoreProcess):
-    """A store that publishes on loopback, over ssd and, if there is one, a Redis server."""
-
-    def __init__(self, folder, *, redis=None, more=(), endpoint="", http_port=0, dram_bytes=16 * MIB):
-        (folder / "disk").mkdir(parents=True, exist_ok=True)
-        settings = StoreSettings(
-            dram_bytes=dram_bytes,
-            ssd_bytes=32 * MIB,
-            ssd_folder=folder / "disk",
-            redis_url=redis.url if redis else "",
-            http_port=http_port,
-        )
-        super().__init__(folder, settings)
-        self.endpoint = endpoint or f"tcp://127.0.0.1:{free_port()}"
-        self.replay = f"tcp://127.0.0.1:{free_port()}"
-        self._words = ("--events", self.endpoint, "--events-replay", self.replay, *more)
-
-    def __enter__(self):
-        self.start(more=self._words)
-        return self
-
-    def connect(self, space=SPACE):
-        client = KVStore.connect(self.socket_path, timeouts=PATIENT)
-        client.open_namespace(space)
-        return client
 
 
 @pytest.fixture
@@ -298,6 +250,26 @@ def test_what_only_this_machine_reaches_needs_no_authentication(endpoint):
 def test_an_endpoint_that_is_none_is_refused(endpoint):
     with pytest.raises(InvalidConfig, match="expected tcp://HOST:PORT or ipc:///PATH"):
         ZmqSettings(endpoint).check()
+
+
+def test_a_network_that_keeps_others_out_may_stand_in_for_keys():
+    ZmqSettings("tcp://*:5557", "tcp://*:5558", is_open=True).check()
+    with pytest.raises(InvalidConfig, match="contradict each other"):
+        ZmqSettings("tcp://*:5557", keys=Path("keys"), is_open=True).check()
+
+
+def test_tiers_may_have_other_words():
+    assert media_words("ssd=DISK, dram=CPU_PINNED,remote=") == {
+        "STORAGE": "DISK",
+        "CPU": "CPU_PINNED",
+        "EXTERNAL": "",
+    }
+
+
+@pytest.mark.parametrize("text", ["disk=DISK", "ssd", "ssd=a b", "store=X", "ssd=DISK,", "ssd=" + "x" * 33])
+def test_a_word_for_a_tier_that_is_none_is_refused(text):
+    with pytest.raises(InvalidConfig, match="expected TIER=WORD with one of vram, dram, ssd, remote"):
+        media_words(text)
 
 
 def test_an_endpoint_that_anybody_could_reach_stops_the_start(tmp_path):
