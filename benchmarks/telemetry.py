@@ -1,18 +1,25 @@
-"""What metrics and events cost: two stores, one that tells nothing, one that is scraped and publishes.
+"""What metrics and events cost: stores that tell nothing, and one that is scraped and publishes.
 
-The second store is scraped every second and publishes its events to a subscriber that reads them. Put and
-fetch_into of the same blocks alternate between the two, in changing order. Printed are medians of each, and
-the median over rounds of the ratio telling to silent: of wall time, and of CPU time of client and server
-together, which a busy machine disturbs less.
+Three stores take turns: ``silent`` and ``control`` tell nothing, ``telling`` publishes its events to a
+process that reads them, and is scraped. A turn is a few milliseconds of put of new blocks, which evict old
+ones; then, in turns again, the same blocks are fetched. The order within each round is drawn. Printed are
+medians over all rounds, and ratios to ``silent`` with intervals of 95 % (bootstrap over rounds): of the wall
+time of put and of fetch_into, and of the CPU time of server and client together, what is told after a turn
+included. The ratio of ``control`` is what the machine can tell apart.
+
+Each store works a third of the time, so it is scraped every three seconds for once per second of load.
 """
 
 import argparse
 import json
+import random
 import statistics
+import subprocess
+import sys
 import tempfile
-import threading
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,137 +29,148 @@ import zmq
 from kvstore import KVLayout, KVStore, Namespace, PrefixChain
 from kvstore.client_state import Timeouts
 from kvstore.drill.redis_server import free_port
-from kvstore.drill.store_process import StoreProcess, StoreSettings
+from kvstore.drill.store_process import StoreProcess, StoreSettings, guarded
 
 MIB = 1 << 20
 PATIENT = Timeouts(match_s=30, fetch_s=30, put_s=30, control_s=30)
-_TICKS_PER_S = 100
+SIDES = ("silent", "control", "telling")
+_SCRAPE_S = 3.0
+_TURN_BYTES = 16 * MIB
+_DRAM_BYTES = 192 * MIB
+_RESAMPLES = 2000
 
 
 def cpu_s(pid: int) -> float:
-    """Return the CPU seconds that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rsplit(") ", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+    """Return the CPU seconds that all threads of a process have used; schedstat counts nanoseconds."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text(encoding="ascii").split()[0]) for task in tasks) / 1e9
 
 
-def keep_reading(endpoint: str, metrics_url: str, is_over: threading.Event) -> None:
-    """Read every event, and the metrics once a second."""
-    context = zmq.Context()
-    sock = context.socket(zmq.SUB)
+def keep_reading(endpoint: str, metrics_url: str) -> None:
+    """Read every event, and now and then the metrics, until the process is ended."""
+    sock = zmq.Context().socket(zmq.SUB)
     sock.connect(endpoint)
     sock.setsockopt(zmq.SUBSCRIBE, b"")
     next_s = 0.0
-    while not is_over.is_set():
+    while True:
         if sock.poll(100):
             sock.recv_multipart()
         if time.monotonic() >= next_s:
-            next_s = time.monotonic() + 1.0
+            next_s = time.monotonic() + _SCRAPE_S
             with urllib.request.urlopen(metrics_url, timeout=30) as answer:
                 answer.read()
-    sock.close()
-    context.term()
 
 
 class Side:
-    """One store and a client of it. ``is_telling``: scraped, and publishing."""
+    """One store and a client of it."""
 
-    def __init__(self, folder: Path, *, is_telling: bool, dram_bytes: int) -> None:
+    def __init__(self, folder: Path, space: Namespace, *, is_telling: bool) -> None:
         folder.mkdir()
         port, endpoint = free_port(), f"tcp://127.0.0.1:{free_port()}"
-        settings = StoreSettings(dram_bytes=dram_bytes, http_port=port if is_telling else 0)
-        self.store = StoreProcess(folder, settings)
-        self.store.start(more=("--events", endpoint) if is_telling else ())
-        self.client = KVStore.connect(self.store.socket_path, timeouts=PATIENT)
-        self._is_over = threading.Event()
-        where = (endpoint, f"http://127.0.0.1:{port}/metrics", self._is_over)
-        self._reader = threading.Thread(target=keep_reading, args=where) if is_telling else None
-        if self._reader is not None:
-            self._reader.start()
+        settings = StoreSettings(dram_bytes=_DRAM_BYTES, policy="lru", http_port=port if is_telling else 0)
+        self._store = StoreProcess(folder, settings)
+        self._store.start(more=("--events", endpoint) if is_telling else ())
+        self._client = KVStore.connect(self._store.socket_path, timeouts=PATIENT)
+        self._client.open_namespace(space)
+        self._reader: subprocess.Popen[bytes] | None = None
+        if is_telling:
+            words = [sys.executable, __file__, "--read", endpoint, f"http://127.0.0.1:{port}/metrics"]
+            self._reader = subprocess.Popen(guarded(words))
 
     def close(self) -> None:
         """End it."""
-        self._is_over.set()
         if self._reader is not None:
-            self._reader.join()
-        self.client.close()
-        self.store.kill()
+            self._reader.kill()
+            self._reader.wait()
+        self._client.close()
+        self._store.kill()
 
-    def timed(self, work: Callable[[], None]) -> tuple[float, float]:
-        """Return wall seconds, and CPU seconds of this thread and the server, that work takes."""
-        began = time.perf_counter(), time.thread_time() + cpu_s(self.store.process.pid)
-        work()
-        time.sleep(0.1)  # what is told afterwards counts too
-        return (
-            time.perf_counter() - began[0] - 0.1,
-            time.thread_time() + cpu_s(self.store.process.pid) - began[1],
-        )
+    def server_cpu_s(self) -> float:
+        """Return the CPU seconds of the server."""
+        return cpu_s(self._store.process.pid)
+
+    def put(self, chains: list[PrefixChain], payload: np.ndarray) -> None:
+        """Store new blocks."""
+        for chain in chains:
+            stored = self._client.put(chain, payload).stored
+            assert stored == len(chain), f"{stored} of {len(chain)} stored"
+
+    def fetch(self, chains: list[PrefixChain], into: np.ndarray) -> None:
+        """Fetch them again."""
+        for chain in chains:
+            blocks = self._client.fetch_into(chain, into).blocks
+            assert blocks == len(chain), f"{blocks} of {len(chain)} there"
 
 
-def measure(block_bytes: int, batch: int, *, rounds: int, set_bytes: int) -> list[dict[str, object]]:
-    """Measure one size of blocks."""
+Samples = dict[tuple[str, str], list[float]]
+"""Seconds of each round, by what (put, fetch_into, cpu) and side."""
+
+
+def measure(block_bytes: int, batch: int, *, seconds: float, seed: int) -> Samples:
+    """Measure one size of blocks for so long."""
     space = Namespace("telemetry", KVLayout.opaque(block_bytes=block_bytes, block_tokens=16))
-    num_chains = max(1, set_bytes // (block_bytes * batch))
-    chains = [space.chain([number] * 16 * batch) for number in range(num_chains)]
     payload = np.random.default_rng(1).integers(0, 256, block_bytes * batch, np.uint8)
     into = np.empty_like(payload)
-    found: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+    per_turn = max(1, _TURN_BYTES // (block_bytes * batch))
+    draw, samples = random.Random(seed), defaultdict[tuple[str, str], list[float]](list)
     with tempfile.TemporaryDirectory() as name:
-        sides = {
-            is_telling: Side(Path(name) / str(is_telling), is_telling=is_telling, dram_bytes=2 * set_bytes)
-            for is_telling in (False, True)
-        }
+        sides = {side: Side(Path(name) / side, space, is_telling=side == "telling") for side in SIDES}
         try:
-            for side in sides.values():
-                side.client.open_namespace(space)
-            for number in range(rounds + 1):
-                for is_telling in (False, True) if number % 2 else (True, False):
-                    client = sides[is_telling].client
-                    for op, work in (
-                        ("put", lambda client=client: _put(client, chains, payload)),
-                        ("fetch_into", lambda client=client: _fetch(client, chains, into)),
-                    ):
-                        taken = sides[is_telling].timed(work)
-                        if number:
-                            found.setdefault((op, is_telling), []).append(taken)
-                    for chain in chains:
-                        client.drop(chain)
+            number = 0
+            until_s = time.monotonic() + seconds
+            while time.monotonic() < until_s or number < 10:
+                chains = [space.chain([number * per_turn + at] * 16 * batch) for at in range(per_turn)]
+                taken = _round(sides, chains, payload, into, draw)
+                if number >= 3:  # until then memory is filled
+                    for what, value in taken.items():
+                        samples[what].append(value)
+                number += 1
         finally:
             for side in sides.values():
                 side.close()
-    return [_row(op, block_bytes, batch, found[op, False], found[op, True]) for op in ("put", "fetch_into")]
+    return samples
 
 
-def _put(client: KVStore, chains: list[PrefixChain], payload: np.ndarray) -> None:
-    for chain in chains:
-        client.put(chain, payload)
+def _round(
+    sides: dict[str, Side],
+    chains: list[PrefixChain],
+    payload: np.ndarray,
+    into: np.ndarray,
+    draw: random.Random,
+) -> dict[tuple[str, str], float]:
+    taken: dict[tuple[str, str], float] = {}
+    before = {name: side.server_cpu_s() for name, side in sides.items()}
+    spent = dict.fromkeys(sides, 0.0)
+    works: tuple[tuple[str, Callable[[Side], None]], ...] = (
+        ("put", lambda side: side.put(chains, payload)),
+        ("fetch_into", lambda side: side.fetch(chains, into)),
+    )
+    for what, work in works:
+        for name in draw.sample(SIDES, len(SIDES)):
+            cpu_began_s, began_s = time.thread_time(), time.perf_counter()
+            work(sides[name])
+            taken[what, name] = time.perf_counter() - began_s
+            spent[name] += time.thread_time() - cpu_began_s
+    for name, side in sides.items():
+        taken["cpu", name] = spent[name] + side.server_cpu_s() - before[name]
+    return taken
 
 
-def _fetch(client: KVStore, chains: list[PrefixChain], into: np.ndarray) -> None:
-    for chain in chains:
-        client.fetch_into(chain, into)
-
-
-def _row(
-    op: str,
-    block_bytes: int,
-    batch: int,
-    silent: list[tuple[float, float]],
-    telling: list[tuple[float, float]],
-) -> dict[str, object]:
-    def ratio(place: int) -> float:
-        pairs = zip(silent, telling, strict=True)
-        return round(statistics.median(told[place] / max(quiet[place], 1e-9) for quiet, told in pairs), 3)
-
-    return {
-        "op": op,
-        "block_bytes": block_bytes,
-        "batch": batch,
-        "silent_s": round(statistics.median(wall for wall, _ in silent), 4),
-        "telling_s": round(statistics.median(wall for wall, _ in telling), 4),
-        "wall_ratio": ratio(0),
-        "cpu_ratio": ratio(1),
-        "cpu_sum_ratio": round(sum(cpu for _, cpu in telling) / sum(cpu for _, cpu in silent), 3),
-    }
+def row(what: str, block_bytes: int, batch: int, samples: Samples) -> dict[str, object]:
+    """Return medians, and the ratios to silent with their intervals. Of CPU time sums are compared."""
+    values = {side: np.array(samples[what, side]) for side in SIDES}
+    middle = np.sum if what == "cpu" else np.median
+    made: dict[str, object] = {"what": what, "block_bytes": block_bytes, "batch": batch}
+    made["rounds"] = len(values["silent"])
+    for side in SIDES:
+        made[f"{side}_ms"] = round(statistics.median(values[side]) * 1000, 3)
+    picks = np.random.default_rng(2).integers(0, len(values["silent"]), (_RESAMPLES, len(values["silent"])))
+    for side in SIDES[1:]:
+        ratios = middle(values[side][picks], axis=1) / middle(values["silent"][picks], axis=1)
+        low, high = np.percentile(ratios, (2.5, 97.5))
+        made[side] = round(float(middle(values[side]) / middle(values["silent"])), 4)
+        made[f"{side}_interval"] = [round(float(low), 4), round(float(high), 4)]
+    return made
 
 
 def main() -> None:
@@ -160,23 +178,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--block-bytes", type=int, nargs="+", default=[64 << 10, 512 << 10, 2 * MIB])
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--set-bytes", type=int, default=256 * MIB, help="payload of one round")
+    parser.add_argument("--seconds", type=float, default=50.0, help="time for each size")
+    parser.add_argument("--seed", type=int, default=1, help="of the order of turns")
+    parser.add_argument("--read", nargs=2, metavar=("ENDPOINT", "URL"), help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    rows = [
-        row
-        for size in args.block_bytes
-        for row in measure(size, args.batch, rounds=args.rounds, set_bytes=args.set_bytes)
-    ]
+    if args.read:
+        keep_reading(*args.read)
+    rows = []
+    for size in args.block_bytes:
+        samples = measure(size, args.batch, seconds=args.seconds, seed=args.seed)
+        rows += [row(what, size, args.batch, samples) for what in ("put", "fetch_into", "cpu")]
     if args.json:
         print(json.dumps({"results": rows}))
         return
-    for row in rows:
+    for one in rows:
+        ratios = "  ".join(
+            f"{side} {one[side]:.3f} ({one[f'{side}_interval'][0]:.3f} to {one[f'{side}_interval'][1]:.3f})"
+            for side in SIDES[1:]
+        )
         print(
-            f"{row['op']:11}{row['block_bytes']:>8} B x{row['batch']}  silent {row['silent_s']:.3f} s"
-            f"  telling {row['telling_s']:.3f} s  ratio {row['wall_ratio']:.3f} of wall time,"
-            f" {row['cpu_ratio']:.3f} of CPU time (all rounds {row['cpu_sum_ratio']:.3f})"
+            f"{one['what']:11}{one['block_bytes']:>8} B x{one['batch']}  silent {one['silent_ms']:.2f} ms,"
+            f" {one['rounds']} rounds; ratios: {ratios}"
         )
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 
-from kvstore import KVLayout, KVStore, KVStoreError, MissReason, Namespace
+from kvstore import KVLayout, KVStore, KVStoreError, Namespace
 from kvstore.client_state import Timeouts
 
 BLOCK_BYTES = 4096
@@ -50,11 +50,6 @@ class Ledger:
         with self._lock:
             return sorted(number for number, at in self._acknowledged.items() if at == node)
 
-    def node_of(self, number):
-        """Return the node whose store has acknowledged a chain."""
-        with self._lock:
-            return self._acknowledged[number]
-
     def durable(self):
         """Return the chains that were written to tiers below memory, by the store's word."""
         with self._lock:
@@ -72,8 +67,6 @@ class Replica(threading.Thread):
         self.longest_late_s = 0.0
         self.has_begun = threading.Event()
         self.known_misses = Counter()
-        self.surprises = []
-        self._hit_s = 0.0
         self.client_stats = None
         self._socket_path = socket_path
         self._numbers = iter(range(number * 10_000, number * 10_000 + most_chains))
@@ -137,7 +130,6 @@ class Replica(threading.Thread):
             self.failures.append(f"wrong bytes of chain {number}")
         if result.blocks == CHAIN_BLOCKS:
             self.calls["fetch: hit"] += 1
-            self._hit_s = time.monotonic()
             return
         self._count("fetch", result.reason)
         if is_durable:

@@ -163,7 +163,6 @@ class Cluster:
         """What the replicas saw, in one dict."""
         return {
             "calls": sum((replica.calls for replica in self.replicas), Counter()),
-            "surprises": [(r.node, r.surprises) for r in self.replicas if r.surprises],
             "durable": len(self.ledger.durable()),
             "latest_s": max(replica.longest_late_s for replica in self.replicas),
             "ended": [ended for node in self.nodes for ended in node.ended],
