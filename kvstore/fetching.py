@@ -81,7 +81,7 @@ class Fetcher:
     def _walk(self, shelf: Shelf, chain: PrefixChain, probed: Probed) -> tuple[list[str], MissReason | None]:
         """The tier of each leading block, and why the one after them is not stored."""
         tiers: list[str] = []
-        state, down = self._state, self._state.down_tiers()
+        down = self._state.down_tiers()
         for key in chain.keys:
             tier = self._certain_tier(shelf.entries.get(key), down)
             if tier is None and key in probed.found:

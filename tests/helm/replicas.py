@@ -142,10 +142,6 @@ class Replica(threading.Thread):
             return
         self._count("match", found.reason)
         self.known_misses[found.reason] += 1
-        if found.reason not in (MissReason.UNAVAILABLE, MissReason.TIMED_OUT):
-            self.surprises.append(
-                (number, self._ledger.node_of(number), time.monotonic() - self._hit_s, found)
-            )
 
     def _count(self, call, reason):
         if reason is None:
