@@ -13,7 +13,6 @@ Each store works a third of the time, so it is scraped every three seconds for o
 import argparse
 import json
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -156,21 +156,46 @@ def _round(
     return taken
 
 
-def row(what: str, block_bytes: int, batch: int, samples: Samples) -> dict[str, object]:
-    """Return medians, and the ratios to silent with their intervals. Of CPU time sums are compared."""
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What came of one size of blocks: medians by side, and ratios to ``silent`` with their intervals."""
+
+    what: str
+    block_bytes: int
+    batch: int
+    rounds: int
+    median_ms: dict[str, float]
+    ratio: dict[str, float]
+    interval: dict[str, tuple[float, float]]
+
+    def __str__(self) -> str:
+        ratios = [
+            f"{side} {self.ratio[side]:.3f} ({low:.3f} to {high:.3f})"
+            for side, (low, high) in self.interval.items()
+        ]
+        return (
+            f"{self.what:11}{self.block_bytes:>8} B x{self.batch}  silent {self.median_ms['silent']:.2f} ms,"
+            f" {self.rounds} rounds; ratios: {', '.join(ratios)}"
+        )
+
+
+def row(what: str, block_bytes: int, batch: int, samples: Samples) -> Row:
+    """Compare the sides: medians of wall time, sums of CPU time."""
     values = {side: np.array(samples[what, side]) for side in SIDES}
-    middle = np.sum if what == "cpu" else np.median
-    made: dict[str, object] = {"what": what, "block_bytes": block_bytes, "batch": batch}
-    made["rounds"] = len(values["silent"])
-    for side in SIDES:
-        made[f"{side}_ms"] = round(statistics.median(values[side]) * 1000, 3)
-    picks = np.random.default_rng(2).integers(0, len(values["silent"]), (_RESAMPLES, len(values["silent"])))
+    rounds = len(values["silent"])
+    picks = np.random.default_rng(2).integers(0, rounds, (_RESAMPLES, rounds))
+
+    def middle(of: np.ndarray) -> np.ndarray:
+        return np.asarray(of.sum(axis=-1) if what == "cpu" else np.median(of, axis=-1))
+
+    ratio, interval = {}, {}
     for side in SIDES[1:]:
-        ratios = middle(values[side][picks], axis=1) / middle(values["silent"][picks], axis=1)
-        low, high = np.percentile(ratios, (2.5, 97.5))
-        made[side] = round(float(middle(values[side]) / middle(values["silent"])), 4)
-        made[f"{side}_interval"] = [round(float(low), 4), round(float(high), 4)]
-    return made
+        ratio[side] = round(float(middle(values[side]) / middle(values["silent"])), 4)
+        drawn = middle(values[side][picks]) / middle(values["silent"][picks])
+        low, high = np.percentile(drawn, (2.5, 97.5))
+        interval[side] = (round(float(low), 4), round(float(high), 4))
+    median_ms = {side: round(float(np.median(values[side])) * 1000, 3) for side in SIDES}
+    return Row(what, block_bytes, batch, rounds, median_ms, ratio, interval)
 
 
 def main() -> None:
@@ -185,22 +210,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.read:
         keep_reading(*args.read)
-    rows = []
+    rows: list[Row] = []
     for size in args.block_bytes:
         samples = measure(size, args.batch, seconds=args.seconds, seed=args.seed)
         rows += [row(what, size, args.batch, samples) for what in ("put", "fetch_into", "cpu")]
     if args.json:
-        print(json.dumps({"results": rows}))
+        print(json.dumps({"results": [asdict(one) for one in rows]}))
         return
     for one in rows:
-        ratios = "  ".join(
-            f"{side} {one[side]:.3f} ({one[f'{side}_interval'][0]:.3f} to {one[f'{side}_interval'][1]:.3f})"
-            for side in SIDES[1:]
-        )
-        print(
-            f"{one['what']:11}{one['block_bytes']:>8} B x{one['batch']}  silent {one['silent_ms']:.2f} ms,"
-            f" {one['rounds']} rounds; ratios: {ratios}"
-        )
+        print(one)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 PUB socket: ``[topic, sequence, batch]``, the sequence a big-endian u64 that grows by one with each batch, the
 batch MessagePack of ``[time, events, rank]``. The first batch of a run is AllBlocksCleared. ROUTER socket:
 who sends ``[b"", sequence]`` gets ``[b"", topic, sequence, batch]`` for each batch from there on that is
-still kept, and then ``[b"", b"", 2**64 - 1, b""]``. Changes that were lost leave a gap that no replay fills.
+still kept, and then ``[b"", b"", 2**64 - 1, b""]``. Changes that were lost leave out a number, which a replay
+fills with AllBlocksCleared: who counts learns that it knows too much.
 
 Never in the way: a subscriber that does not keep up loses batches at its own queue of ``_QUEUE_BATCHES``,
 ZeroMQ sends on threads of its own, and what is kept for replays is bounded in batches and bytes.
@@ -142,7 +143,10 @@ class ZmqPublisher:
             await asyncio.wait([answering])
 
     def _take(self, batch: EventBatch) -> None:
-        self._next += bool(batch.lost)  # a number that nobody gets: whoever counts sees that it misses some
+        if batch.lost:
+            self._keep(
+                [ALL_CLEARED]
+            )  # not sent: whoever counts sees that a number is missing, and asks for it
         words = self._settings.media
         events: list[Mapping[str, object]] = []
         for event in batch.events:
@@ -156,6 +160,14 @@ class ZmqPublisher:
 
     def _publish(self, events: Sequence[Mapping[str, object]]) -> None:
         assert self._publishing is not None, "not open"
+        number, payload = self._keep(events)
+        with contextlib.suppress(zmq.Again):  # a PUB socket has none: it drops for the slow one alone
+            self._publishing.send_multipart(
+                [self._settings.topic.encode(), number.to_bytes(8, "big"), payload], zmq.NOBLOCK
+            )
+
+    def _keep(self, events: Sequence[Mapping[str, object]]) -> tuple[int, bytes]:
+        """Give a batch the next number and keep it for replays; returns number and payload."""
         batch = [self._wall_s(), [self._settings.form.of(event) for event in events], _RANK]
         payload: bytes = msgpack.packb(batch)  # pyright: ignore[reportAssignmentType]
         number, self._next = self._next, self._next + 1
@@ -163,10 +175,7 @@ class ZmqPublisher:
         self._kept_bytes += len(payload)
         while len(self._kept) > self._kept_batches or self._kept_bytes > _KEPT_BYTES:
             self._kept_bytes -= len(self._kept.popleft()[1])
-        with contextlib.suppress(zmq.Again):  # a PUB socket has none: it drops for the slow one alone
-            self._publishing.send_multipart(
-                [self._settings.topic.encode(), number.to_bytes(8, "big"), payload], zmq.NOBLOCK
-            )
+        return number, payload
 
     async def _answer_forever(self) -> None:
         while self._replaying is not None:

@@ -1,5 +1,7 @@
 """Events of a real store, as a router reads them that was written for vLLM's."""
 
+import asyncio
+import contextlib
 import socket
 import time
 from pathlib import Path
@@ -12,8 +14,12 @@ import zmq.auth
 from kvstore.drill.redis_server import redis_obstacle
 from kvstore.drill.store_process import PartFailed
 from kvstore.errors import InvalidConfig
+from kvstore.event_feed import EventBatch
+from kvstore.kv_events import HashForm, KvEvent
+from kvstore.server_counters import EventCounters
+from kvstore.zmq_events import ZmqPublisher
 from kvstore.zmq_settings import ZmqSettings, media_words
-from tests.metrics.publishing_store import BLOCK_BYTES, MIB, PublishingStore, chain_of, hashes, put
+from tests.metrics.publishing_store import BLOCK_BYTES, MIB, SPACE, PublishingStore, chain_of, hashes, put
 from tests.metrics.vllm_events import AllBlocksCleared, BlockRemoved, BlockStored, Subscriber, array_decoder
 from tests.redis_server import RedisServer, free_port
 
@@ -187,6 +193,36 @@ def test_events_may_be_told_as_arrays_as_llm_d_reads_them(tmp_path):
     assert {frozenset(event.block_hashes) for event in named} == {frozenset(hashes(chain))}
     assert plain[0] == [["AllBlocksCleared"]]
     assert plain[1][0] == ["BlockStored", hashes(chain), None, [], 16, None, "CPU", None]
+
+
+class ToldFeed:
+    """A feed whose listener the test speaks to."""
+
+    @contextlib.contextmanager
+    def listening(self, listener):
+        self.tell = listener
+        yield
+
+
+async def test_a_replay_tells_whoever_misses_lost_changes_that_nothing_holds_any_more(tmp_path):
+    feed, settings = ToldFeed(), ZmqSettings(f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r")
+    keys = chain_of(1).keys
+    first, second = (KvEvent(True, "CPU", SPACE.digest, [key], None, 16) for key in keys[:2])
+    publisher = ZmqPublisher(settings, EventCounters())
+    publisher.open()
+    try:
+        with Subscriber(settings.endpoint, settings.replay) as router:
+            async with publisher.publishing(feed):
+                feed.tell(EventBatch([first]))
+                feed.tell(EventBatch([second], lost={SPACE.digest: 3}))
+                replayed = await asyncio.to_thread(router.replayed, 0)
+            for number, payload in replayed:
+                router.take_in(number, payload)
+    finally:
+        publisher.close()
+
+    assert router.numbers == [0, 1, 2, 3]
+    assert router.holders == {HashForm.INT.of(keys[1]): {"CPU"}}
 
 
 def test_blocks_of_an_earlier_run_are_told_of_when_their_namespace_opens(tmp_path):
