@@ -38,7 +38,7 @@ CLIENTS_FOLDER = "clients"
 _QUEUE_BATCHES = 1000
 _KEPT_BATCHES = 10_000
 _KEPT_BYTES = 64 << 20
-_TICK_S = 0.02
+_LOOK_S = 1.0
 _REPLAY_STEP = 64
 _RANK = 0
 _OF_OTHERS = 0o037
@@ -178,12 +178,25 @@ class ZmqPublisher:
         return number, payload
 
     async def _answer_forever(self) -> None:
-        while self._replaying is not None:
-            await asyncio.sleep(_TICK_S)
-            try:
-                await self._answer(self._replaying)
-            except zmq.ZMQError:
-                logger.exception("events: answering a replay failed")
+        if self._replaying is None:
+            return
+        loop, is_asked = asyncio.get_running_loop(), asyncio.Event()
+        descriptor = self._replaying.getsockopt(zmq.FD)
+        assert isinstance(descriptor, int)
+        loop.add_reader(descriptor, is_asked.set)
+        try:
+            while True:
+                # ZeroMQ tells of a message once; should that get lost, it is looked for now and then.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_S):  # wait_for may swallow a cancellation
+                        await is_asked.wait()
+                is_asked.clear()
+                try:
+                    await self._answer(self._replaying)
+                except zmq.ZMQError:
+                    logger.exception("events: answering a replay failed")
+        finally:
+            loop.remove_reader(descriptor)
 
     async def _answer(self, sock: "zmq.Socket[bytes]") -> None:
         while True:

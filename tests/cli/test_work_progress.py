@@ -107,10 +107,9 @@ def test_work_of_several_steps_says_a_line_now_and_then_whatever_the_step():
 def test_work_of_several_steps_is_a_bar_on_a_terminal_and_nothing_where_nobody_looks():
     now_s, stream = [0.0], Terminal()
     for lines in (StepLines(stream, clock=lambda: now_s[0]), StepLines(None, clock=lambda: now_s[0])):
-        for at_s in range(12):
-            now_s[0] += float(at_s)
-            lines.start("lru 100", 10)
-            lines.show(5)
+        lines.start("lru 100", 10)
+        now_s[0] += 12.0
+        lines.show(5)
         lines.clear()
     assert re.search(r"lru 100 +\[#{14}\.{14}\] +50%", stream.getvalue())
 
