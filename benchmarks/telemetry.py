@@ -1,9 +1,9 @@
 """What metrics and events cost: stores that tell nothing, and one that is scraped and publishes.
 
 Three stores take turns: ``silent`` and ``control`` tell nothing, ``telling`` publishes its events to a
-process that reads them, and is scraped. A turn is some tens of milliseconds of put of new blocks, which
-evict old ones; then, in turns again, the same blocks are fetched. Between its turns a store is stopped (SIGSTOP), so
-that what it does by the clock counts as if it worked all the time. The order within each round is drawn.
+process that reads them, and is scraped. A turn is some ten milliseconds of put of new blocks, which evict
+old ones; then, in turns again, the same blocks are fetched. Between its turns a store is stopped (SIGSTOP),
+so that what it does by the clock counts as if it worked all the time. The order within each round is drawn.
 Printed are medians over all rounds, and ratios to ``silent`` with intervals of 95 % (bootstrap over rounds):
 of the wall time of put and of fetch_into, and of the CPU time of server and client together. The ratio of
 ``control`` is what the machine can tell apart.
