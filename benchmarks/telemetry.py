@@ -1,12 +1,12 @@
 """What metrics and events cost: stores that tell nothing, and one that is scraped and publishes.
 
 Three stores take turns: ``silent`` and ``control`` tell nothing, ``telling`` publishes its events to a
-process that reads them, and is scraped. A turn is some ten milliseconds of put of new blocks, which evict
-old ones; then, in turns again, the same blocks are fetched. Between its turns a store is stopped (SIGSTOP),
-so that what it does by the clock counts as if it worked all the time. The order within each round is drawn.
-Printed are medians over all rounds, and ratios to ``silent`` with intervals of 95 % (bootstrap over rounds):
-of the wall time of put and of fetch_into, and of the CPU time of server and client together. The ratio of
-``control`` is what the machine can tell apart.
+process that reads them, and is scraped. A turn is a tenth of a second of put of new blocks, which evict old
+ones; then, in turns again, the last of them are fetched for as long. Between its turns a store is stopped
+(SIGSTOP), so that what it does by the clock counts as if it worked all the time. The order within each round
+is drawn. Printed are medians over all rounds, and ratios to ``silent`` with intervals of 95 % (bootstrap over
+rounds): of the wall time of put and of fetch_into, and of the CPU time of server and client together. The
+ratio of ``control`` is what the machine can tell apart.
 
 The scrapes come every 45 seconds, for once per 15 seconds of work, as the chart has Prometheus do. What one
 costs the server is measured apart, in the end.
@@ -39,7 +39,9 @@ PATIENT = Timeouts(match_s=30, fetch_s=30, put_s=30, control_s=30)
 SIDES = ("silent", "control", "telling")
 _SCRAPE_S = 45.0
 _SCRAPES = 20
-_TURN_BYTES = 64 * MIB
+_WARM_ROUNDS = 6
+_TURN_S = 0.1
+_STEP_BYTES = 64 * MIB
 _DRAM_BYTES = 256 * MIB
 _RESAMPLES = 2000
 
@@ -126,6 +128,20 @@ class Side:
             assert blocks == len(chain), f"{blocks} of {len(chain)} there"
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The work of a turn: chains to put, how many of the last are fetched, and how often."""
+
+    put_chains: int
+    fetch_chains: int
+    fetches: int
+
+    def lasting(self, put_s: float, fetch_s: float) -> "Turn":
+        """Return a turn of the length wanted, by the seconds that this one takes."""
+        put_chains = self.put_chains * max(1, round(_TURN_S / put_s))
+        return Turn(put_chains, self.fetch_chains, max(1, round(_TURN_S / fetch_s)))
+
+
 Samples = dict[tuple[str, str], list[float]]
 """Seconds of each round, by what (put, fetch_into, cpu) and side."""
 
@@ -135,20 +151,24 @@ def measure(block_bytes: int, batch: int, *, seconds: float, seed: int) -> Sampl
     space = Namespace("telemetry", KVLayout.opaque(block_bytes=block_bytes, block_tokens=16))
     payload = np.random.default_rng(1).integers(0, 256, block_bytes * batch, np.uint8)
     into = np.empty_like(payload)
-    per_turn = max(1, _TURN_BYTES // (block_bytes * batch))
+    step = max(1, _STEP_BYTES // (block_bytes * batch))
+    turn = Turn(step, step, 1)
     draw, samples = random.Random(seed), defaultdict[tuple[str, str], list[float]](list)
     with tempfile.TemporaryDirectory() as name:
         sides = {side: Side(Path(name) / side, space, is_telling=side == "telling") for side in SIDES}
         try:
-            number = 0
+            number = num_chains = 0
             until_s = time.monotonic() + seconds
-            while time.monotonic() < until_s or number < 10:
-                chains = [space.chain([number * per_turn + at] * 16 * batch) for at in range(per_turn)]
-                taken = _round(sides, chains, payload, into, draw)
-                if number >= 3:  # until then memory is filled
+            while time.monotonic() < until_s or number < _WARM_ROUNDS + 4:
+                chains = [space.chain([num_chains + at] * 16 * batch) for at in range(turn.put_chains)]
+                num_chains += len(chains)
+                taken = _round(sides, turn, chains, payload, into, draw)
+                number += 1
+                if number == _WARM_ROUNDS:
+                    turn = turn.lasting(taken["put", "silent"], taken["fetch_into", "silent"])
+                if number > _WARM_ROUNDS + 1:
                     for what, value in taken.items():
                         samples[what].append(value)
-                number += 1
             with sides["telling"].turn():
                 samples["scrape", "telling"].append(sides["telling"].scrape_cpu_s())
         finally:
@@ -159,6 +179,7 @@ def measure(block_bytes: int, batch: int, *, seconds: float, seed: int) -> Sampl
 
 def _round(
     sides: dict[str, Side],
+    turn: Turn,
     chains: list[PrefixChain],
     payload: np.ndarray,
     into: np.ndarray,
@@ -169,7 +190,7 @@ def _round(
     spent = dict.fromkeys(sides, 0.0)
     works: tuple[tuple[str, Callable[[Side], None]], ...] = (
         ("put", lambda side: side.put(chains, payload)),
-        ("fetch_into", lambda side: side.fetch(chains, into)),
+        ("fetch_into", lambda side: side.fetch(chains[-turn.fetch_chains :] * turn.fetches, into)),
     )
     for what, work in works:
         for name in draw.sample(SIDES, len(SIDES)):
