@@ -73,13 +73,13 @@ class CopyChanges:
 
     def take(self, limit: int) -> list[CopyChange]:
         """Return the changes that have waited longest, at most so many, in their order."""
-        pop, make = self._waiting.popleft, CopyChange._make
+        pop = self._waiting.popleft
         taken: list[CopyChange] = []
         for _ in range(min(limit, len(self._waiting))):
             is_ready, tier, block = pop()
             about = block.change_id
             if about is not None:
-                taken.append(make((is_ready, tier, *about)))
+                taken.append(CopyChange(is_ready, tier, *about))
         return taken
 
     def take_lost(self) -> Mapping[NamespaceDigest, int]:
