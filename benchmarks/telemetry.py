@@ -1,19 +1,29 @@
-"""What metrics and events cost: two stores, one that tells nothing, one that is scraped and publishes.
+"""What metrics and events cost: stores that tell nothing, and one that is scraped and publishes.
 
-The second store is scraped every second and publishes its events to a subscriber that reads them. Put and
-fetch_into of the same blocks alternate between the two, in changing order. Printed are medians of each, and
-the median over rounds of the ratio telling to silent: of wall time, and of CPU time of client and server
-together, which a busy machine disturbs less.
+Three stores take turns: ``silent`` and ``control`` tell nothing, ``telling`` publishes its events to a
+process that reads them, and is scraped. A turn is a tenth of a second of put of new blocks, which evict old
+ones; then, in turns again, the last of them are fetched for as long. Between its turns a store is stopped
+(SIGSTOP), so that what it does by the clock counts as if it worked all the time. The order within each round
+is drawn. Printed are medians over all rounds, and ratios to ``silent`` with intervals of 95 % (bootstrap over
+rounds): of the wall time of put and of fetch_into, and of the CPU time of server and client together. The
+ratio of ``control`` is what the machine can tell apart.
+
+The scrapes come every 45 seconds, for once per 15 seconds of work, as the chart has Prometheus do. What one
+costs the server is measured apart, in the end.
 """
 
 import argparse
+import contextlib
 import json
-import statistics
+import random
+import subprocess
+import sys
 import tempfile
-import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,137 +32,218 @@ import zmq
 from kvstore import KVLayout, KVStore, Namespace, PrefixChain
 from kvstore.client_state import Timeouts
 from kvstore.drill.redis_server import free_port
-from kvstore.drill.store_process import StoreProcess, StoreSettings
+from kvstore.drill.store_process import StoreProcess, StoreSettings, guarded
 
 MIB = 1 << 20
 PATIENT = Timeouts(match_s=30, fetch_s=30, put_s=30, control_s=30)
-_TICKS_PER_S = 100
+SIDES = ("silent", "control", "telling")
+_SCRAPE_S = 45.0
+_SCRAPES = 20
+_WARM_ROUNDS = 6
+_TURN_S = 0.1
+_STEP_BYTES = 64 * MIB
+_DRAM_BYTES = 256 * MIB
+_RESAMPLES = 2000
 
 
 def cpu_s(pid: int) -> float:
-    """Return the CPU seconds that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rsplit(") ", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+    """Return the CPU seconds that all threads of a process have used; schedstat counts nanoseconds."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text(encoding="ascii").split()[0]) for task in tasks) / 1e9
 
 
-def keep_reading(endpoint: str, metrics_url: str, is_over: threading.Event) -> None:
-    """Read every event, and the metrics once a second."""
-    context = zmq.Context()
-    sock = context.socket(zmq.SUB)
+def keep_reading(endpoint: str, metrics_url: str) -> None:
+    """Read every event, and now and then the metrics, until the process is ended."""
+    sock = zmq.Context().socket(zmq.SUB)
     sock.connect(endpoint)
     sock.setsockopt(zmq.SUBSCRIBE, b"")
     next_s = 0.0
-    while not is_over.is_set():
+    while True:
         if sock.poll(100):
             sock.recv_multipart()
         if time.monotonic() >= next_s:
-            next_s = time.monotonic() + 1.0
+            next_s = time.monotonic() + _SCRAPE_S
             with urllib.request.urlopen(metrics_url, timeout=30) as answer:
                 answer.read()
-    sock.close()
-    context.term()
 
 
 class Side:
-    """One store and a client of it. ``is_telling``: scraped, and publishing."""
+    """One store and a client of it."""
 
-    def __init__(self, folder: Path, *, is_telling: bool, dram_bytes: int) -> None:
+    def __init__(self, folder: Path, space: Namespace, *, is_telling: bool) -> None:
         folder.mkdir()
         port, endpoint = free_port(), f"tcp://127.0.0.1:{free_port()}"
-        settings = StoreSettings(dram_bytes=dram_bytes, http_port=port if is_telling else 0)
-        self.store = StoreProcess(folder, settings)
-        self.store.start(more=("--events", endpoint) if is_telling else ())
-        self.client = KVStore.connect(self.store.socket_path, timeouts=PATIENT)
-        self._is_over = threading.Event()
-        where = (endpoint, f"http://127.0.0.1:{port}/metrics", self._is_over)
-        self._reader = threading.Thread(target=keep_reading, args=where) if is_telling else None
-        if self._reader is not None:
-            self._reader.start()
+        self._metrics_url = f"http://127.0.0.1:{port}/metrics"
+        settings = StoreSettings(dram_bytes=_DRAM_BYTES, policy="lru", http_port=port if is_telling else 0)
+        self._store = StoreProcess(folder, settings)
+        self._store.start(more=("--events", endpoint) if is_telling else ())
+        self._client = KVStore.connect(self._store.socket_path, timeouts=PATIENT)
+        self._client.open_namespace(space)
+        self._reader: subprocess.Popen[bytes] | None = None
+        if is_telling:
+            words = [sys.executable, __file__, "--read", endpoint, self._metrics_url]
+            self._reader = subprocess.Popen(guarded(words))
+
+        self._store.pause()
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Let the server run inside the block."""
+        self._store.resume()
+        try:
+            yield
+        finally:
+            self._store.pause()
 
     def close(self) -> None:
         """End it."""
-        self._is_over.set()
         if self._reader is not None:
-            self._reader.join()
-        self.client.close()
-        self.store.kill()
+            self._reader.kill()
+            self._reader.wait()
+        self._client.close()
+        self._store.kill()
 
-    def timed(self, work: Callable[[], None]) -> tuple[float, float]:
-        """Return wall seconds, and CPU seconds of this thread and the server, that work takes."""
-        began = time.perf_counter(), time.thread_time() + cpu_s(self.store.process.pid)
-        work()
-        time.sleep(0.1)  # what is told afterwards counts too
-        return (
-            time.perf_counter() - began[0] - 0.1,
-            time.thread_time() + cpu_s(self.store.process.pid) - began[1],
-        )
+    def server_cpu_s(self) -> float:
+        """Return the CPU seconds of the server."""
+        return cpu_s(self._store.process.pid)
+
+    def scrape_cpu_s(self) -> float:
+        """Return the CPU seconds of the server for one scrape."""
+        before_s = self.server_cpu_s()
+        for _ in range(_SCRAPES):
+            with urllib.request.urlopen(self._metrics_url, timeout=30) as answer:
+                answer.read()
+        return (self.server_cpu_s() - before_s) / _SCRAPES
+
+    def put(self, chains: list[PrefixChain], payload: np.ndarray) -> None:
+        """Store new blocks."""
+        for chain in chains:
+            stored = self._client.put(chain, payload).stored
+            assert stored == len(chain), f"{stored} of {len(chain)} stored"
+
+    def fetch(self, chains: list[PrefixChain], into: np.ndarray) -> None:
+        """Fetch them again."""
+        for chain in chains:
+            blocks = self._client.fetch_into(chain, into).blocks
+            assert blocks == len(chain), f"{blocks} of {len(chain)} there"
 
 
-def measure(block_bytes: int, batch: int, *, rounds: int, set_bytes: int) -> list[dict[str, object]]:
-    """Measure one size of blocks."""
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The work of a turn: chains to put, how many of the last are fetched, and how often."""
+
+    put_chains: int
+    fetch_chains: int
+    fetches: int
+
+    def lasting(self, put_s: float, fetch_s: float) -> "Turn":
+        """Return a turn of the length wanted, by the seconds that this one takes."""
+        put_chains = self.put_chains * max(1, round(_TURN_S / put_s))
+        return Turn(put_chains, self.fetch_chains, max(1, round(_TURN_S / fetch_s)))
+
+
+Samples = dict[tuple[str, str], list[float]]
+"""Seconds of each round, by what (put, fetch_into, cpu) and side."""
+
+
+def measure(block_bytes: int, batch: int, *, seconds: float, seed: int) -> Samples:
+    """Measure one size of blocks for so long."""
     space = Namespace("telemetry", KVLayout.opaque(block_bytes=block_bytes, block_tokens=16))
-    num_chains = max(1, set_bytes // (block_bytes * batch))
-    chains = [space.chain([number] * 16 * batch) for number in range(num_chains)]
     payload = np.random.default_rng(1).integers(0, 256, block_bytes * batch, np.uint8)
     into = np.empty_like(payload)
-    found: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+    step = max(1, _STEP_BYTES // (block_bytes * batch))
+    turn = Turn(step, step, 1)
+    draw, samples = random.Random(seed), defaultdict[tuple[str, str], list[float]](list)
     with tempfile.TemporaryDirectory() as name:
-        sides = {
-            is_telling: Side(Path(name) / str(is_telling), is_telling=is_telling, dram_bytes=2 * set_bytes)
-            for is_telling in (False, True)
-        }
+        sides = {side: Side(Path(name) / side, space, is_telling=side == "telling") for side in SIDES}
         try:
-            for side in sides.values():
-                side.client.open_namespace(space)
-            for number in range(rounds + 1):
-                for is_telling in (False, True) if number % 2 else (True, False):
-                    client = sides[is_telling].client
-                    for op, work in (
-                        ("put", lambda client=client: _put(client, chains, payload)),
-                        ("fetch_into", lambda client=client: _fetch(client, chains, into)),
-                    ):
-                        taken = sides[is_telling].timed(work)
-                        if number:
-                            found.setdefault((op, is_telling), []).append(taken)
-                    for chain in chains:
-                        client.drop(chain)
+            number = num_chains = 0
+            until_s = time.monotonic() + seconds
+            while time.monotonic() < until_s or number < _WARM_ROUNDS + 4:
+                chains = [space.chain([num_chains + at] * 16 * batch) for at in range(turn.put_chains)]
+                num_chains += len(chains)
+                taken = _round(sides, turn, chains, payload, into, draw)
+                number += 1
+                if number == _WARM_ROUNDS:
+                    turn = turn.lasting(taken["put", "silent"], taken["fetch_into", "silent"])
+                if number > _WARM_ROUNDS + 1:
+                    for what, value in taken.items():
+                        samples[what].append(value)
+            with sides["telling"].turn():
+                samples["scrape", "telling"].append(sides["telling"].scrape_cpu_s())
         finally:
             for side in sides.values():
                 side.close()
-    return [_row(op, block_bytes, batch, found[op, False], found[op, True]) for op in ("put", "fetch_into")]
+    return samples
 
 
-def _put(client: KVStore, chains: list[PrefixChain], payload: np.ndarray) -> None:
-    for chain in chains:
-        client.put(chain, payload)
+def _round(
+    sides: dict[str, Side],
+    turn: Turn,
+    chains: list[PrefixChain],
+    payload: np.ndarray,
+    into: np.ndarray,
+    draw: random.Random,
+) -> dict[tuple[str, str], float]:
+    taken: dict[tuple[str, str], float] = {}
+    before = {name: side.server_cpu_s() for name, side in sides.items()}
+    spent = dict.fromkeys(sides, 0.0)
+    works: tuple[tuple[str, Callable[[Side], None]], ...] = (
+        ("put", lambda side: side.put(chains, payload)),
+        ("fetch_into", lambda side: side.fetch(chains[-turn.fetch_chains :] * turn.fetches, into)),
+    )
+    for what, work in works:
+        for name in draw.sample(SIDES, len(SIDES)):
+            with sides[name].turn():
+                cpu_began_s, began_s = time.thread_time(), time.perf_counter()
+                work(sides[name])
+                taken[what, name] = time.perf_counter() - began_s
+                spent[name] += time.thread_time() - cpu_began_s
+    for name, side in sides.items():
+        taken["cpu", name] = spent[name] + side.server_cpu_s() - before[name]
+    return taken
 
 
-def _fetch(client: KVStore, chains: list[PrefixChain], into: np.ndarray) -> None:
-    for chain in chains:
-        client.fetch_into(chain, into)
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What came of one size of blocks: medians by side, and ratios to ``silent`` with their intervals."""
+
+    what: str
+    block_bytes: int
+    batch: int
+    rounds: int
+    median_ms: dict[str, float]
+    ratio: dict[str, float]
+    interval: dict[str, tuple[float, float]]
+
+    def __str__(self) -> str:
+        ratios = [
+            f"{side} {self.ratio[side]:.3f} ({low:.3f} to {high:.3f})"
+            for side, (low, high) in self.interval.items()
+        ]
+        return (
+            f"{self.what:11}{self.block_bytes:>8} B x{self.batch}  silent {self.median_ms['silent']:.2f} ms,"
+            f" {self.rounds} rounds; ratios: {', '.join(ratios)}"
+        )
 
 
-def _row(
-    op: str,
-    block_bytes: int,
-    batch: int,
-    silent: list[tuple[float, float]],
-    telling: list[tuple[float, float]],
-) -> dict[str, object]:
-    def ratio(place: int) -> float:
-        pairs = zip(silent, telling, strict=True)
-        return round(statistics.median(told[place] / max(quiet[place], 1e-9) for quiet, told in pairs), 3)
+def row(what: str, block_bytes: int, batch: int, samples: Samples) -> Row:
+    """Compare the sides: medians of wall time, sums of CPU time."""
+    values = {side: np.array(samples[what, side]) for side in SIDES}
+    rounds = len(values["silent"])
+    picks = np.random.default_rng(2).integers(0, rounds, (_RESAMPLES, rounds))
 
-    return {
-        "op": op,
-        "block_bytes": block_bytes,
-        "batch": batch,
-        "silent_s": round(statistics.median(wall for wall, _ in silent), 4),
-        "telling_s": round(statistics.median(wall for wall, _ in telling), 4),
-        "wall_ratio": ratio(0),
-        "cpu_ratio": ratio(1),
-        "cpu_sum_ratio": round(sum(cpu for _, cpu in telling) / sum(cpu for _, cpu in silent), 3),
-    }
+    def middle(of: np.ndarray) -> np.ndarray:
+        return np.asarray(of.sum(axis=-1) if what == "cpu" else np.median(of, axis=-1))
+
+    ratio, interval = {}, {}
+    for side in SIDES[1:]:
+        ratio[side] = round(float(middle(values[side]) / middle(values["silent"])), 4)
+        drawn = middle(values[side][picks]) / middle(values["silent"][picks])
+        low, high = np.percentile(drawn, (2.5, 97.5))
+        interval[side] = (round(float(low), 4), round(float(high), 4))
+    median_ms = {side: round(float(np.median(values[side])) * 1000, 3) for side in SIDES}
+    return Row(what, block_bytes, batch, rounds, median_ms, ratio, interval)
 
 
 def main() -> None:
@@ -160,24 +251,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--block-bytes", type=int, nargs="+", default=[64 << 10, 512 << 10, 2 * MIB])
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--set-bytes", type=int, default=256 * MIB, help="payload of one round")
+    parser.add_argument("--seconds", type=float, default=50.0, help="time for each size")
+    parser.add_argument("--seed", type=int, default=1, help="of the order of turns")
+    parser.add_argument("--read", nargs=2, metavar=("ENDPOINT", "URL"), help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    rows = [
-        row
-        for size in args.block_bytes
-        for row in measure(size, args.batch, rounds=args.rounds, set_bytes=args.set_bytes)
-    ]
+    if args.read:
+        keep_reading(*args.read)
+    rows: list[Row] = []
+    scrapes_s: list[float] = []
+    for size in args.block_bytes:
+        samples = measure(size, args.batch, seconds=args.seconds, seed=args.seed)
+        scrapes_s += samples["scrape", "telling"]
+        rows += [row(what, size, args.batch, samples) for what in ("put", "fetch_into", "cpu")]
     if args.json:
-        print(json.dumps({"results": rows}))
+        print(json.dumps({"results": [asdict(one) for one in rows], "scrapes_s": scrapes_s}))
         return
-    for row in rows:
-        print(
-            f"{row['op']:11}{row['block_bytes']:>8} B x{row['batch']}  silent {row['silent_s']:.3f} s"
-            f"  telling {row['telling_s']:.3f} s  ratio {row['wall_ratio']:.3f} of wall time,"
-            f" {row['cpu_ratio']:.3f} of CPU time (all rounds {row['cpu_sum_ratio']:.3f})"
-        )
+    for one in rows:
+        print(one)
+    print(f"one scrape: {1000 * max(scrapes_s):.1f} ms of the server's CPU time")
 
 
 if __name__ == "__main__":

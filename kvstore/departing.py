@@ -1,6 +1,7 @@
 """Departure: blocks that leave on purpose: dropped, demoted, or drained before the end."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 from kvstore.directory import BlockEntry
@@ -10,6 +11,8 @@ from kvstore.miss import MissReason
 from kvstore.mover import Mover
 from kvstore.space import Space
 from kvstore.state import State, WriteMode
+
+logger = logging.getLogger(__name__)
 
 _HOLD_PATIENCE_S = 1.0
 _STEP_BLOCKS = 64
@@ -98,6 +101,13 @@ class Departure:
     async def drain(self, *, timeout_s: float) -> int:
         """Write down what only the top tier has; returns how many are left over."""
         num_left, _ = await self._write_down(timeout_s)
+        if num_left:
+            logger.warning(
+                "drain: %d blocks are in %s alone: not written down in %.1f s, or refused below",
+                num_left,
+                self._state.top.name,
+                timeout_s,
+            )
         return num_left
 
     async def flush(self, *, timeout_s: float) -> bool:

@@ -83,17 +83,21 @@ class Fetcher:
     def _walk(self, shelf: Shelf, chain: PrefixChain, probed: Probed) -> tuple[list[str], MissReason | None]:
         """The tier of each leading block, and why the one after them is not stored."""
         tiers: list[str] = []
-        state, down = self._state, self._state.down_tiers()
+        down = self._state.down_tiers()
         for key in chain.keys:
-            entry = shelf.entries.get(key)
-            fastest = None if entry is None else state.fastest(entry, down)
-            if fastest is not None:
-                tiers.append(fastest)
-            elif key in probed.found:
-                tiers.append(probed.found[key][1])
-            else:
+            tier = self._certain_tier(shelf.entries.get(key), down)
+            if tier is None and key in probed.found:
+                tier = probed.found[key][1]
+            if tier is None:
                 return tiers, probed.trouble or self._why_not(shelf, key)
+            tiers.append(tier)
         return tiers, None
+
+    def _certain_tier(self, entry: BlockEntry | None, down: frozenset[str]) -> str | None:
+        """The fastest tier that has a block for certain, or that it is on its way up from."""
+        if entry is None:
+            return None
+        return self._state.fastest(entry, down) or (None if entry.loading is None else entry.loading_origin)
 
     def _why_not(self, shelf: Shelf, key: BlockKey) -> MissReason:
         entry = shelf.entries.get(key)

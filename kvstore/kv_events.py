@@ -6,6 +6,7 @@ offloading: ``token_ids`` is empty.
 """
 
 import enum
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,17 +27,31 @@ _INT_BYTES = 8
 
 
 class HashForm(enum.Enum):
-    """How block keys are told: whole, or as vLLM does by default: their last 64 bits as an integer."""
+    """How block keys are told: whole, or as vLLM does by default: their last 64 bits as an integer.
+
+    ``SIGNED`` is that integer of 64 bits with a sign, which SGLang tells.
+    """
 
     BYTES = "bytes"
     INT = "int"
+    SIGNED = "signed"
     HEX = "hex"
 
     def of(self, key: BlockKey) -> bytes | int | str:
         """Return a key in this form."""
         if self is HashForm.BYTES:
             return bytes(key)
-        return key.hex() if self is HashForm.HEX else int.from_bytes(key[-_INT_BYTES:], "big")
+        if self is HashForm.HEX:
+            return key.hex()
+        return int.from_bytes(key[-_INT_BYTES:], "big", signed=self is HashForm.SIGNED)
+
+    def of_all(self, keys: Sequence[BlockKey]) -> list[bytes | int | str]:
+        """Return keys in this form; of integers all at once, which takes a quarter of the time."""
+        if self not in (HashForm.INT, HashForm.SIGNED):
+            return [self.of(key) for key in keys]
+        code = "Q" if self is HashForm.INT else "q"
+        ends = b"".join([key[-_INT_BYTES:] for key in keys])
+        return list(struct.unpack(f">{len(keys)}{code}", ends))
 
 
 class EventForm(enum.Enum):
@@ -65,7 +80,7 @@ class KvEvent:
 
     def as_map(self, form: HashForm) -> dict[str, object]:
         """Return vLLM's BlockStored or BlockRemoved."""
-        hashes = [form.of(key) for key in self.keys]
+        hashes = form.of_all(self.keys)
         if not self.is_stored:
             return {"type": "BlockRemoved", "block_hashes": hashes, "medium": self.medium}
         return {

@@ -2,6 +2,7 @@
 
 Its text is the same in the configuration, on the command line and over HTTP: a policy, or ``PLACE=POLICY``,
 separated by commas. A place is a tier, a namespace by its digest in hex, or ``DIGEST@TIER``.
+``PLACE=default`` takes the place's own rules away.
 """
 
 import re
@@ -18,6 +19,9 @@ PLAN_EXPECTED = (
     f"one of {', '.join(POLICY_NAMES)}; or several, separated by commas, of which PLACE=POLICY is for a tier,"
     " a namespace (its digest in hex) or DIGEST@TIER"
 )
+
+NO_RULE = "default"
+"""Stands for a policy in the text of a place that is to have no rule of its own."""
 
 MAX_PLAN_CHARS = 4096
 MAX_NAMESPACES = 32
@@ -50,7 +54,7 @@ class PolicyPlan:
     def amended(self, text: str) -> "PolicyPlan":
         """Return this plan as a text changes it, from left to right.
 
-        A rule ends those before it that are for parts of its place.
+        A rule ends those before it that are for parts of its place; ``PLACE=default`` does no more than that.
 
         Raises:
             InvalidConfig: it is no plan.
@@ -62,7 +66,10 @@ class PolicyPlan:
             place, equals, name = item.strip().rpartition("=")
             where = _place(place.strip()) if equals else EVERYWHERE
             rules = {known: policy for known, policy in rules.items() if not _is_part(known, where)}
-            rules[where] = _name(name.strip())
+            if name.strip() != NO_RULE:
+                rules[where] = _name(name.strip())
+            elif where == EVERYWHERE:
+                raise InvalidConfig(f"policy {NO_RULE!r}: expected a policy, or PLACE={NO_RULE} with a place")
         if len({digest for _, digest in rules if digest is not None}) > MAX_NAMESPACES:
             raise InvalidConfig(f"policy: at most {MAX_NAMESPACES} namespaces may have one of their own")
         return PolicyPlan(rules)

@@ -156,6 +156,10 @@ class StoreServer:
         """Connections that have ended since the start, over HTTP too."""
         return self.counters.connections - self.counters.open_connections + self.num_ended_over_http()
 
+    def store_stats(self) -> dict[str, object]:
+        """Return what the manager counts."""
+        return self._manager.stats()
+
     @property
     def num_connections(self) -> int:
         """Clients connected now."""

@@ -3,7 +3,8 @@
 PUB socket: ``[topic, sequence, batch]``, the sequence a big-endian u64 that grows by one with each batch, the
 batch MessagePack of ``[time, events, rank]``. The first batch of a run is AllBlocksCleared. ROUTER socket:
 who sends ``[b"", sequence]`` gets ``[b"", topic, sequence, batch]`` for each batch from there on that is
-still kept, and then ``[b"", b"", 2**64 - 1, b""]``. Changes that were lost leave a gap that no replay fills.
+still kept, and then ``[b"", b"", 2**64 - 1, b""]``. Changes that were lost leave out a number, which a replay
+fills with AllBlocksCleared: who counts learns that it knows too much.
 
 Never in the way: a subscriber that does not keep up loses batches at its own queue of ``_QUEUE_BATCHES``,
 ZeroMQ sends on threads of its own, and what is kept for replays is bounded in batches and bytes.
@@ -37,9 +38,12 @@ CLIENTS_FOLDER = "clients"
 _QUEUE_BATCHES = 1000
 _KEPT_BATCHES = 10_000
 _KEPT_BYTES = 64 << 20
-_TICK_S = 0.02
+_LOOK_S = 1.0
 _REPLAY_STEP = 64
 _RANK = 0
+_OF_OTHERS = 0o037
+"""Rights that others may not have to a secret. Its group may read it, as Secrets of Kubernetes have it."""
+
 _MAX_REQUEST_BYTES = 1024
 """What clients send is a subscription, or the number that a replay begins at."""
 
@@ -139,11 +143,31 @@ class ZmqPublisher:
             await asyncio.wait([answering])
 
     def _take(self, batch: EventBatch) -> None:
-        self._next += bool(batch.lost)  # a number that nobody gets: whoever counts sees that it misses some
-        self._publish([event.as_map(self._settings.hashes) for event in batch.events])
+        if batch.lost:
+            self._keep(
+                [ALL_CLEARED]
+            )  # not sent: whoever counts sees that a number is missing, and asks for it
+        words = self._settings.media
+        events: list[Mapping[str, object]] = []
+        for event in batch.events:
+            word = words.get(event.medium, event.medium)
+            if word:
+                told = event.as_map(self._settings.hashes)
+                told["medium"] = word
+                events.append(told)
+        if events:
+            self._publish(events)
 
     def _publish(self, events: Sequence[Mapping[str, object]]) -> None:
         assert self._publishing is not None, "not open"
+        number, payload = self._keep(events)
+        with contextlib.suppress(zmq.Again):  # a PUB socket has none: it drops for the slow one alone
+            self._publishing.send_multipart(
+                [self._settings.topic.encode(), number.to_bytes(8, "big"), payload], zmq.NOBLOCK
+            )
+
+    def _keep(self, events: Sequence[Mapping[str, object]]) -> tuple[int, bytes]:
+        """Give a batch the next number and keep it for replays; returns number and payload."""
         batch = [self._wall_s(), [self._settings.form.of(event) for event in events], _RANK]
         payload: bytes = msgpack.packb(batch)  # pyright: ignore[reportAssignmentType]
         number, self._next = self._next, self._next + 1
@@ -151,18 +175,28 @@ class ZmqPublisher:
         self._kept_bytes += len(payload)
         while len(self._kept) > self._kept_batches or self._kept_bytes > _KEPT_BYTES:
             self._kept_bytes -= len(self._kept.popleft()[1])
-        with contextlib.suppress(zmq.Again):  # a PUB socket has none: it drops for the slow one alone
-            self._publishing.send_multipart(
-                [self._settings.topic.encode(), number.to_bytes(8, "big"), payload], zmq.NOBLOCK
-            )
+        return number, payload
 
     async def _answer_forever(self) -> None:
-        while self._replaying is not None:
-            await asyncio.sleep(_TICK_S)
-            try:
-                await self._answer(self._replaying)
-            except zmq.ZMQError:
-                logger.exception("events: answering a replay failed")
+        if self._replaying is None:
+            return
+        loop, is_asked = asyncio.get_running_loop(), asyncio.Event()
+        descriptor = self._replaying.getsockopt(zmq.FD)
+        assert isinstance(descriptor, int)
+        loop.add_reader(descriptor, is_asked.set)
+        try:
+            while True:
+                # ZeroMQ tells of a message once; should that get lost, it is looked for now and then.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_S):  # wait_for may swallow a cancellation
+                        await is_asked.wait()
+                is_asked.clear()
+                try:
+                    await self._answer(self._replaying)
+                except zmq.ZMQError:
+                    logger.exception("events: answering a replay failed")
+        finally:
+            loop.remove_reader(descriptor)
 
     async def _answer(self, sock: "zmq.Socket[bytes]") -> None:
         while True:
@@ -189,7 +223,7 @@ class ZmqPublisher:
 def _certificate(path: Path) -> tuple[bytes, bytes]:
     """Return public and secret key of a certificate file."""
     try:
-        if path.stat().st_mode & 0o077:
+        if path.stat().st_mode & _OF_OTHERS:
             raise InvalidConfig(f"events: {path}: others may read it: chmod 600 {path}")
         public, secret = zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:

@@ -9,7 +9,7 @@ from kvstore.cli.store_address import add_store_arguments, connected
 from kvstore.cli.work_progress import Written, add_quiet_argument, progress_of_store
 from kvstore.errors import ServerUnavailable, TierUnavailable
 from kvstore.policy import POLICIES
-from kvstore.policy_plan import PolicyPlan, plan_text
+from kvstore.policy_plan import NO_RULE, PolicyPlan, plan_text
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -59,10 +59,15 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "policy",
         help="change the policy of a running store; no block is lost",
         description="Give a running store another policy, until it ends: everywhere, or in one tier, or for"
-        " one namespace, or both. No block is lost, and leases stay. Exit status: 0 done, 2 usage, 3 no"
-        " server.",
+        " one namespace, or both; default takes the policy of a tier or namespace away. No block is lost,"
+        " and leases stay. Exit status: 0 done, 2 usage, 3 no server.",
     )
-    policy.add_argument("name", metavar="NAME", choices=tuple(POLICIES), help=", ".join(POLICIES))
+    policy.add_argument(
+        "name",
+        metavar="NAME",
+        choices=(*POLICIES, NO_RULE),
+        help=f"{', '.join(POLICIES)}; or {NO_RULE}: none of its own, with --tier or --namespace",
+    )
     policy.add_argument("--tier", metavar="NAME", help="in this tier only: dram or ssd")
     policy.add_argument(
         "--namespace", metavar="DIGEST", help="for the blocks of this namespace only: its digest in hex"

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 from kvstore.cli.size_argument import size_argument
+from kvstore.cli.work_progress import StepLines, add_quiet_argument
 from kvstore.errors import InvalidRequest
 from kvstore.replay import (
     FORMATS,
     NamedPolicy,
     Prices,
-    ProgressBar,
     ReplayPlan,
     TierSize,
     Trace,
@@ -118,6 +118,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         help="tell and draw what LRU hits at every capacity, and the sizes it needs, in one pass",
     )
     parser.add_argument("--svg", metavar="FILE", help="draw hit rate against capacity into a file")
+    add_quiet_argument(parser)
     parser.add_argument("--json", action="store_true", help="end with one JSON object on stdout")
 
 
@@ -128,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
     tiers = _tiers(args)
     if tiers and args.svg:
         raise InvalidRequest("replay: --svg draws one tier at several capacities: leave out --tiers")
-    bar = ProgressBar(sys.stderr)
+    bar = StepLines(None if args.quiet else sys.stderr)
     try:
         trace = _read(args, bar)
         curve = lru_curve(_stored(trace, args)) if args.lru_curve else None
@@ -149,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read(args: argparse.Namespace, bar: ProgressBar) -> Trace:
+def _read(args: argparse.Namespace, bar: StepLines) -> Trace:
     path = Path(args.trace)
     is_plain = path.is_file() and path.suffix != ".gz"
     bar.start("reading", path.stat().st_size if is_plain else math.inf)

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from kvstore.access_log import DEFAULT_MAX_BYTES, AccessLog
 from kvstore.awake_selector import AwakeSelector
 from kvstore.cli.size_argument import size_argument
+from kvstore.cli.work_progress import progress_of_drain
 from kvstore.config import Config, load_config, trace_settings
 from kvstore.core_dumps import become_undumpable, leave_no_core_file
 from kvstore.errors import InvalidConfig
@@ -22,7 +24,7 @@ from kvstore.kv_events import EventForm, HashForm
 from kvstore.log_limit import LimitedTracebacks
 from kvstore.running import serving
 from kvstore.trace_start import tracing
-from kvstore.zmq_settings import ZmqSettings
+from kvstore.zmq_settings import ZmqSettings, media_words
 
 if TYPE_CHECKING:
     from kvstore.trace_export import TraceCounters
@@ -82,9 +84,10 @@ def _add_event_options(parser: argparse.ArgumentParser) -> None:
     )
     options.add_argument(
         "--events-hashes",
-        choices=[form.value for form in (HashForm.INT, HashForm.BYTES)],
+        choices=[form.value for form in (HashForm.INT, HashForm.SIGNED, HashForm.BYTES)],
         default=HashForm.INT.value,
-        help="how keys are told: their last 64 bits, or their 32 bytes",
+        help="how keys are told: their last 64 bits, without or with a sign, or their 32 bytes"
+        " (default: %(default)s)",
     )
     options.add_argument(
         "--events-form",
@@ -94,18 +97,32 @@ def _add_event_options(parser: argparse.ArgumentParser) -> None:
         " (default: %(default)s)",
     )
     options.add_argument(
+        "--events-media",
+        metavar="TIER=WORD,...",
+        default="",
+        help="other words for tiers, which are called CPU (dram), STORAGE (ssd) and EXTERNAL (remote); of one"
+        " with an empty word nothing is told",
+    )
+    options.add_argument(
         "--events-keys",
         metavar="FOLDER",
         type=Path,
         help="let in only clients with a CURVE certificate in its folder clients, and encrypt;"
         " server.key_secret is the server's own. Needed beyond this machine",
     )
+    options.add_argument(
+        "--events-open",
+        action="store_true",
+        help="let in whoever reaches the endpoint, beyond this machine too: for routers that have no keys,"
+        " where the network keeps out everybody else",
+    )
 
 
 def _events(args: argparse.Namespace) -> ZmqSettings | None:
     if args.events is None:
-        if args.events_replay or args.events_topic or args.events_keys:
-            raise InvalidConfig("--events-replay, --events-topic and --events-keys need --events")
+        for name in ("replay", "topic", "keys", "media", "open"):
+            if getattr(args, f"events_{name}"):
+                raise InvalidConfig(f"--events-{name} needs --events")
         return None
     settings = ZmqSettings(
         args.events,
@@ -114,6 +131,8 @@ def _events(args: argparse.Namespace) -> ZmqSettings | None:
         HashForm(args.events_hashes),
         EventForm(args.events_form),
         args.events_keys,
+        args.events_open,
+        media_words(args.events_media) if args.events_media else {},
     )
     settings.check()
     return settings
@@ -167,14 +186,16 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told_to_stop.set)
     socket_path = str(config.server.socket)
-    async with serving(
-        config,
-        socket_path=socket_path,
-        stay_awake=stay_awake,
-        prefill_tokens_per_s=args.prefill_tokens_per_s,
-        events=events,
-        access_log=_access_log(args),
-    ) as server:
+    async with contextlib.AsyncExitStack() as stack:
+        store = serving(
+            config,
+            socket_path=socket_path,
+            stay_awake=stay_awake,
+            prefill_tokens_per_s=args.prefill_tokens_per_s,
+            events=events,
+            access_log=_access_log(args),
+        )
+        server = await stack.enter_async_context(store)
         server.counters.traces = None if traces is None else traces.as_dict
         keeper = HeapKeeper(server.num_ended_connections)
         with keeper.keeping():
@@ -183,6 +204,8 @@ async def _serve(
             _say("ready", f"kvstore: ready on {' and '.join(places.values())}", places, as_json=as_json)
             await told_to_stop.wait()
             ticks.cancel()
+        async with progress_of_drain(server.store_stats):
+            await stack.aclose()
     _say("stopped", "kvstore: stopped", places, as_json=as_json)
 
 

@@ -256,7 +256,8 @@ def _activity(taken: Sample) -> Text:
     text.append("Leases ", style="bold").append(whole(taken.live_leases))
     text.append("   Clients ", style="bold").append(whole(taken.clients))
     text.append("   Loads ", style="bold").append(whole(taken.loads))
-    text.append(f"   Lookups of {whole(taken.total.requests)} requests", style="bold")
+    asked = taken.total.requests
+    text.append(f"   Lookups of {whole(asked)} {'request' if asked == 1 else 'requests'}", style="bold")
     text.append("\nPuts ", style="bold").append(_listed(taken.puts.items()))
     text.append("   Evicted ", style="bold").append(_listed(evicted.items()))
     return text

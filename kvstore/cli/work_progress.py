@@ -4,11 +4,14 @@ The store says how far it is in its stats, which a client of its own asks for wh
 """
 
 import argparse
+import asyncio
 import contextlib
+import logging
+import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, TextIO
 
 from kvstore.calls import MALFORMED
@@ -19,6 +22,8 @@ from kvstore.progress import ProgressBar
 Stats = Mapping[str, Any]  # Any: JSON
 Reading = Callable[[Stats], tuple[float, float]]
 """Returns how much is done, and of how much, by the stats of the store."""
+
+logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
 _LINE_S = 5.0
@@ -59,6 +64,61 @@ class ProgressLines:
         """Take the bar away."""
         if self._bar is not None:
             self._bar.clear()
+
+
+class StepLines:
+    """Says how far work of several steps is, as a bar or as lines; nothing without a stream. One thread's."""
+
+    def __init__(self, stream: TextIO | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._bar = ProgressBar(stream, clock=clock) if stream is not None and stream.isatty() else None
+        self._next_line_s = clock() + _LINE_S
+        self._label, self._total = "", 0.0
+
+    def start(self, label: str, total: float) -> None:
+        """Begin another step; a ``total`` that is not known is infinite."""
+        self._label, self._total = label, total
+        if self._bar is not None:
+            self._bar.start(label, total)
+
+    def show(self, done: float) -> None:
+        """Say how much of the step is done, unless something was said a moment ago."""
+        if self._bar is not None:
+            self._bar.show(done)
+        elif self._stream is not None and self._clock() >= self._next_line_s:
+            self._next_line_s = self._clock() + _LINE_S
+            of = f" of {self._total:.0f}" if math.isfinite(self._total) else ""
+            self._stream.write(f"{self._label}: {done:.0f}{of}\n")
+            self._stream.flush()
+
+    def clear(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.clear()
+
+
+@contextlib.asynccontextmanager
+async def progress_of_drain(stats: Callable[[], Stats]) -> AsyncIterator[None]:
+    """Show how much of what waits is written down while this process's store closes, inside the block."""
+    showing = asyncio.create_task(_show_drain(stats), name="drain-progress")
+    try:
+        yield
+    finally:
+        showing.cancel()
+        await asyncio.wait([showing])
+
+
+async def _show_drain(stats: Callable[[], Stats]) -> None:
+    lines, written = ProgressLines("writing down"), Written()
+    try:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            lines.show(*written(stats()))
+    except Exception:
+        logger.exception("showing what is written down failed")
+    finally:
+        lines.clear()
 
 
 @contextlib.contextmanager

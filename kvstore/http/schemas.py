@@ -254,7 +254,8 @@ CHECK = _object(
 POLICY = _object(
     {
         "policy": _text(
-            "Name of a policy, for every tier and namespace, or PLACE=NAME, or several of these with commas"
+            "Name of a policy, for every tier and namespace, or PLACE=NAME (default: none of its own), or"
+            " several of these with commas"
             " between: a place is a tier, a namespace's digest, or DIGEST@TIER.",
             most=MAX_PLAN_CHARS,
         )

@@ -113,17 +113,22 @@ def own_policy(where: str) -> NamedPolicy:
 
 
 def require_distinct(policies: list[NamedPolicy]) -> list[NamedPolicy]:
-    """Return the policies once each.
+    """Return the policies once each, under the first of the spellings that they are named by.
 
     Raises:
         InvalidRequest: two that are not the same have one name.
     """
     by_name: dict[str, NamedPolicy] = {}
     for policy in policies:
-        same = by_name.setdefault(policy.name, policy)
+        spelled = policy.name if policy.own_file is not None else _plus_plain(policy.name)
+        same = by_name.setdefault(spelled, policy)
         if (same.new, same.own_file) != (policy.new, policy.own_file) and policy.own_file is not None:
             raise InvalidRequest(f"policy {policy.name}: two have that name: rename the class")
     return list(by_name.values())
+
+
+def _plus_plain(name: str) -> str:
+    return "+".join(map(_plain, name.split("+")))
 
 
 @functools.cache

@@ -417,5 +417,11 @@ def test_a_policy_is_changed_everywhere_in_a_tier_or_for_a_namespace(run: Run) -
         (0, f"gittins, {digest}=arc; gittins, {digest}=lru before\n", ""),
         (0, f"gittins; gittins, {digest}=arc before\n", ""),
     ]
+    assert run("policy", "arc", "--namespace", digest)[0] == 0
+    assert run("policy", "default", "--namespace", digest)[:2] == (
+        0,
+        f"gittins; gittins, {digest}=arc before\n",
+    )
+    assert run("policy", "default")[0] == 2
     assert run("policy", "lru", "--tier", "nowhere")[0] == 2
     assert "64 hex digits" in run("policy", "lru", "--namespace", "0a")[2]

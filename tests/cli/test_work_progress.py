@@ -1,7 +1,9 @@
-"""Progress of check, flush and drill: a bar on a terminal, lines elsewhere, nothing with --quiet."""
+"""Progress of long work: a bar on a terminal, lines elsewhere, nothing with --quiet."""
 
 import argparse
+import asyncio
 import io
+import math
 import re
 import sys
 
@@ -9,7 +11,14 @@ import numpy as np
 import pytest
 
 from kvstore import KVLayout, KVStore, Namespace, Timeouts
-from kvstore.cli.work_progress import Checked, ProgressLines, Written, progress_of_store
+from kvstore.cli.work_progress import (
+    Checked,
+    ProgressLines,
+    StepLines,
+    Written,
+    progress_of_drain,
+    progress_of_store,
+)
 from tests.cli.pseudo_terminal import PseudoTerminal
 from tests.store_process import MIB, StoreProcess
 
@@ -81,6 +90,45 @@ def test_a_terminal_gets_a_bar_that_goes_away():
         lines.show(at_s * 50, 100)
     lines.clear()
     assert "100%" in stream.getvalue()
+    assert stream.getvalue().endswith("\r\x1b[K")
+
+
+def test_work_of_several_steps_says_a_line_now_and_then_whatever_the_step():
+    now_s, stream = [0.0], io.StringIO()
+    lines = StepLines(stream, clock=lambda: now_s[0])
+    for at_s, label, total in ((1, "reading", math.inf), (6, "reading", math.inf), (12, "lru 100", 9)):
+        now_s[0] = float(at_s)
+        lines.start(label, total)
+        lines.show(at_s)
+    lines.clear()
+    assert stream.getvalue() == "reading: 6\nlru 100: 12 of 9\n"
+
+
+def test_work_of_several_steps_is_a_bar_on_a_terminal_and_nothing_where_nobody_looks():
+    now_s, stream = [0.0], Terminal()
+    for lines in (StepLines(stream, clock=lambda: now_s[0]), StepLines(None, clock=lambda: now_s[0])):
+        lines.start("lru 100", 10)
+        now_s[0] += 12.0
+        lines.show(5)
+        lines.clear()
+    assert re.search(r"lru 100 +\[#{14}\.{14}\] +50%", stream.getvalue())
+
+
+async def test_a_drain_is_shown_while_the_store_closes(monkeypatch):
+    stream, looked = Terminal(), asyncio.Event()
+    waiting = iter([40, 20, 20])
+
+    def stats():
+        left = next(waiting, None)
+        if left is None:
+            looked.set()
+        return {"tiers": {"ssd": {"queued_blocks": left or 0}}}
+
+    monkeypatch.setattr(sys, "stderr", stream)
+    async with progress_of_drain(stats):
+        await looked.wait()
+
+    assert re.search(r"writing down +\[#{14}\.{14}\] +50%", stream.getvalue())
     assert stream.getvalue().endswith("\r\x1b[K")
 
 

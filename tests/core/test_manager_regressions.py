@@ -39,6 +39,32 @@ async def test_blocks_a_shared_tier_lost_are_written_there_again():
         assert set(chain.keys) <= {block.key for block in remote.stored}
 
 
+class HeldTier(GatedTier):
+    """A shared tier whose reads wait for ``may_read``, while it answers probes."""
+
+    def __init__(self):
+        super().__init__("remote", is_shared=True)
+        self.is_reading, self.may_read = asyncio.Event(), asyncio.Event()
+
+    async def read(self, requests, *, deadline_s):
+        self.is_reading.set()
+        await self.may_read.wait()
+        return await super().read(requests, deadline_s=deadline_s)
+
+
+async def test_blocks_that_are_on_their_way_up_for_another_are_matched():
+    remote = HeldTier()
+    chain = await stored_below(remote)
+    async with running(remote) as store:
+        fetching = asyncio.create_task(store.fetch(chain, timeout_s=30))
+        await remote.is_reading.wait()
+        found = await store.manager.match(chain)
+        remote.may_read.set()
+
+        assert (found.blocks, found.tiers, found.reason) == (5, ("remote",) * 5, None)
+        assert await fetching == (["remote"] * 5, None)
+
+
 async def test_blocks_that_only_a_shared_tier_holds_cost_no_entry():
     remote = GatedTier("remote", is_shared=True)
     async with running(remote, blocks=8) as store:

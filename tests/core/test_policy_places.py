@@ -40,9 +40,28 @@ def test_a_later_rule_ends_those_for_parts_of_its_place():
     assert str(plan.amended("gittins")) == "gittins"
 
 
+def test_default_takes_the_rules_of_a_place_away_and_no_others():
+    plan = PolicyPlan.parse(f"lru, ssd=arc, {HEX}=fifo, {HEX}@ssd=lfu")
+
+    assert str(plan.amended(f"{HEX}@ssd=default")) == f"lru, ssd=arc, {HEX}=fifo"
+    assert str(plan.amended(f"{HEX}=default")) == "lru, ssd=arc"
+    assert str(plan.amended("ssd=default")) == f"lru, {HEX}=fifo"
+    assert plan.amended(f"{OTHER.digest.hex()}=default") == plan
+
+
+def test_namespaces_that_lose_their_rules_make_room_for_others():
+    digests = [f"{number:064x}" for number in range(33)]
+    full = PolicyPlan.parse(",".join(f"{digest}=lru" for digest in digests[:32]))
+
+    with pytest.raises(InvalidConfig, match="at most 32"):
+        full.amended(f"{digests[32]}=lru")
+    assert full.amended(f"{digests[0]}=default,{digests[32]}=lru")
+
+
 @pytest.mark.parametrize(
     "text",
     [
+        "default",
         "",
         "belady",
         "ssd=",

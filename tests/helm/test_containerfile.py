@@ -95,6 +95,24 @@ def test_the_extras_of_both_variants_exist(project):
         assert set(extras.split(",")) <= set(project["project"]["optional-dependencies"])
 
 
+def test_files_of_packages_that_do_not_compile_end_no_build():
+    (command,) = [rest for name, rest in stages()[0] if name == "RUN" and "compileall" in rest]
+
+    assert command.split(";")[-1].endswith("|| true")
+
+
+def test_what_is_written_at_run_time_lies_where_the_chart_mounts_a_volume():
+    # CuPy makes the folder when it is imported, and the image's user has no home.
+    given = dict(word.split("=", 1) for word in dict(stages()[-1])["ENV"].split())
+    mounts = {
+        at["mountPath"]
+        for at in store_container(pod_specs(render())["Pod/demo-kvstore-test"])["volumeMounts"]
+    }
+
+    assert given["CUPY_CACHE_DIR"].startswith("/tmp/")
+    assert "/tmp" in mounts
+
+
 def test_nothing_is_fetched_but_packages():
     text = " ".join(rest for _, rest in instructions())
 

@@ -9,8 +9,8 @@ import sys
 import pytest
 import yaml
 
-from kvstore.cli import COMMANDS
-from tests.helm.chart import CHART, chart, helm, pod_specs, render
+from kvstore.cli import COMMANDS, command_parser
+from tests.helm.chart import CHART, chart, helm, named, pod_specs, render, store_container
 
 PAGE = CHART.parents[1] / "docs" / "kubernetes.md"
 if not PAGE.exists():
@@ -32,11 +32,28 @@ def test_the_helm_commands_give_values_that_the_chart_takes(words):
     assert render(helm.parse_set_string(",".join(given)))
 
 
-def test_the_example_of_an_engine_runs_on_a_gpu_with_the_options_that_the_engine_has():
-    (example,) = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
-    given = yaml.safe_load(example)
+def examples():
+    return {
+        next(iter(values)): values
+        for text in re.findall(r"^```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+        for values in [yaml.safe_load(text)]
+    }
 
-    containers = pod_specs(render(given))["Deployment/demo-kvstore-replica"]["containers"]
+
+def test_the_example_of_events_lets_in_the_routers_that_it_names():
+    given = examples()["events"] | {"mode": "daemonset"}
+
+    found = render(given)
+    args = store_container(pod_specs(found)["DaemonSet/demo-kvstore"])["args"]
+    (rule,) = named(found, "NetworkPolicy", "demo-kvstore-node")["spec"]["ingress"]
+
+    assert command_parser("serve").parse_args(args[1:]).events_topic == "kv@$(KVSTORE_POD_IP)@llama"
+    assert [port["port"] for port in rule["ports"]] == [5557, 5558]
+    assert rule["from"] == [{"podSelector": {"matchLabels": {"app": "router"}}}]
+
+
+def test_the_example_of_an_engine_runs_on_a_gpu_with_the_options_that_the_engine_has():
+    containers = pod_specs(render(examples()["replica"]))["Deployment/demo-kvstore-replica"]["containers"]
     (engine,) = [at for at in containers if at["image"].endswith("-cuda")]
     command, *options = [word for word in engine["command"] + engine["args"] if word != "kvstore"]
     known = subprocess.run(

@@ -189,6 +189,28 @@ def test_traces_go_to_the_collector_that_is_named_and_without_one_nowhere():
     assert not any(name.startswith("OTEL_") for name in plain)
 
 
+def test_events_are_for_clients_with_keys_or_for_those_whom_the_network_lets_in():
+    (node,) = [
+        at for name, at in pod_specs(render(VALUE_SETS["daemonset"])).items() if name.startswith("Daemon")
+    ]
+    guarded = store_container(node)
+    (volume,) = [at for at in node["volumes"] if at["name"] == "kvstore-events"]
+    found = render(VALUE_SETS["replicas"])
+    unguarded = store_container(pod_specs(found)["Deployment/demo-kvstore-replica"])
+    policy = named(found, "NetworkPolicy", "demo-kvstore-replica")
+
+    assert guarded["args"][guarded["args"].index("--events-keys") + 1] == "/etc/kvstore/events"
+    paths = {item["path"] for item in volume["secret"]["items"]}
+    assert paths == {"server.key_secret", "clients/router.key", "clients/indexer.key"}
+    assert "--events-open" in unguarded["args"]
+    assert {"kvstore-events", "kvstore-replay"} <= {port["name"] for port in unguarded["ports"]}
+    (rule,) = [at for at in policy["spec"]["ingress"] if {"port": 5557, "protocol": "TCP"} in at["ports"]]
+    assert rule["from"] == [{"podSelector": {"matchLabels": {"app": "router"}}}]
+    assert not any(
+        "--events" in store_container(at)["args"] for at in [pod_specs(render())["Pod/demo-kvstore-test"]]
+    )
+
+
 def test_the_kubelet_asks_over_http_only_where_it_gets_in():
     def probe(name):
         return store_container(pod_specs(render(VALUE_SETS[name]))["Pod/demo-kvstore-test"])["livenessProbe"]
@@ -221,7 +243,7 @@ def test_only_stores_reach_the_bundled_redis():
 def test_a_replicas_policy_admits_its_own_ports_and_the_stores():
     policy = named(render(VALUE_SETS["replicas"]), "NetworkPolicy", "demo-kvstore-replica")["spec"]
 
-    served, store = policy["ingress"]
+    served, store, _ = policy["ingress"]
     assert served["ports"] == [{"port": 8000, "protocol": "TCP"}]
     assert served["from"] == [{"namespaceSelector": {"matchLabels": {"team": "web"}}}]
     assert store["ports"] == [{"port": 8470, "protocol": "TCP"}]

@@ -32,6 +32,15 @@ TOGETHER = {
         {"http": SERVING | {"apiKeys": {"existingSecret": "k", "text": "x"}}},
         "one of http.apiKeys",
     ),
+    "events without keys": ({"events": {"enabled": True}}, "needs events.keysSecret and events.clients"),
+    "events for nobody": (
+        {"events": {"enabled": True, "keysSecret": "k"}},
+        "events.keysSecret and events.clients",
+    ),
+    "events with keys and open": (
+        {"events": {"enabled": True, "keysSecret": "k", "clients": ["a"], "open": True}},
+        "one of events.keysSecret and events.open",
+    ),
     "two master keys": ({"encryption": {"existingSecret": "k", "text": "x"}}, "one of encryption.existing"),
     "no issuer": ({"certManager": {"enabled": True}}, "needs certManager.issuerRef.name"),
     "no address": ({"redis": {"mode": "external"}}, "redis.external.url is required"),

@@ -51,7 +51,16 @@ VALUE_SETS = {
             "bundled": {"maxmemoryBytes": "16GiB", "persistence": {"enabled": True, "size": "40Gi"}},
             "tls": {"enabled": True},
         },
-        "networkPolicy": {"replicaFrom": [{"namespaceSelector": {"matchLabels": {"team": "web"}}}]},
+        "events": {
+            "enabled": True,
+            "topic": "kv@$(KVSTORE_POD_IP)@tiny",
+            "args": ["--events-form", "array"],
+            "open": True,
+        },
+        "networkPolicy": {
+            "replicaFrom": [{"namespaceSelector": {"matchLabels": {"team": "web"}}}],
+            "eventsFrom": [{"podSelector": {"matchLabels": {"app": "router"}}}],
+        },
         "podAnnotations": {"example.com/owner": "inference"},
         "nodeSelector": {"gpu": "h200"},
         "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
@@ -75,6 +84,7 @@ VALUE_SETS = {
         },
         "metrics": {"keySecret": "kv-admin", "serviceMonitor": {"enabled": True}},
         "daemonset": {"priorityClassName": "system-node-critical", "maxUnavailable": 3},
+        "events": {"enabled": True, "keysSecret": "kv-events", "clients": ["router", "indexer"]},
     },
     "container": {
         "sidecar": {

@@ -1,5 +1,7 @@
 """Events of a real store, as a router reads them that was written for vLLM's."""
 
+import asyncio
+import contextlib
 import socket
 import time
 from pathlib import Path
@@ -9,34 +11,17 @@ import pytest
 import zmq
 import zmq.auth
 
-from kvstore import KVLayout, KVStore, Namespace
-from kvstore.client_state import Timeouts
 from kvstore.drill.redis_server import redis_obstacle
-from kvstore.drill.store_process import PartFailed, StoreProcess, StoreSettings
+from kvstore.drill.store_process import PartFailed
 from kvstore.errors import InvalidConfig
-from kvstore.kv_events import HashForm
-from kvstore.zmq_settings import ZmqSettings
+from kvstore.event_feed import EventBatch
+from kvstore.kv_events import HashForm, KvEvent
+from kvstore.server_counters import EventCounters
+from kvstore.zmq_events import ZmqPublisher
+from kvstore.zmq_settings import ZmqSettings, media_words
+from tests.metrics.publishing_store import BLOCK_BYTES, MIB, SPACE, PublishingStore, chain_of, hashes, put
 from tests.metrics.vllm_events import AllBlocksCleared, BlockRemoved, BlockStored, Subscriber, array_decoder
 from tests.redis_server import RedisServer, free_port
-
-MIB = 1 << 20
-BLOCK_BYTES = 4096
-SPACE = Namespace("m", KVLayout.opaque(block_bytes=BLOCK_BYTES, block_tokens=16))
-PATIENT = Timeouts(match_s=60, fetch_s=60, put_s=60, control_s=60)
-
-
-def chain_of(number, num_blocks=4, space=SPACE):
-    return space.chain([number] * 8 + list(range(num_blocks * 16 - 8)))
-
-
-def put(client, number, num_blocks=4, space=SPACE):
-    chain = chain_of(number, num_blocks, space)
-    client.put(chain, bytes(num_blocks * BLOCK_BYTES))
-    return chain
-
-
-def hashes(chain):
-    return [HashForm.INT.of(key) for key in chain.keys]
 
 
 def until(subscriber, condition, timeout_s=60):
@@ -45,33 +30,6 @@ def until(subscriber, condition, timeout_s=60):
     while not condition() and time.monotonic() < give_up_s:
         subscriber.receive()
     assert condition()
-
-
-class PublishingStore(StoreProcess):
-    """A store that publishes on loopback, over ssd and, if there is one, a Redis server."""
-
-    def __init__(self, folder, *, redis=None, more=(), endpoint="", http_port=0, dram_bytes=16 * MIB):
-        (folder / "disk").mkdir(parents=True, exist_ok=True)
-        settings = StoreSettings(
-            dram_bytes=dram_bytes,
-            ssd_bytes=32 * MIB,
-            ssd_folder=folder / "disk",
-            redis_url=redis.url if redis else "",
-            http_port=http_port,
-        )
-        super().__init__(folder, settings)
-        self.endpoint = endpoint or f"tcp://127.0.0.1:{free_port()}"
-        self.replay = f"tcp://127.0.0.1:{free_port()}"
-        self._words = ("--events", self.endpoint, "--events-replay", self.replay, *more)
-
-    def __enter__(self):
-        self.start(more=self._words)
-        return self
-
-    def connect(self, space=SPACE):
-        client = KVStore.connect(self.socket_path, timeouts=PATIENT)
-        client.open_namespace(space)
-        return client
 
 
 @pytest.fixture
@@ -237,6 +195,36 @@ def test_events_may_be_told_as_arrays_as_llm_d_reads_them(tmp_path):
     assert plain[1][0] == ["BlockStored", hashes(chain), None, [], 16, None, "CPU", None]
 
 
+class ToldFeed:
+    """A feed whose listener the test speaks to."""
+
+    @contextlib.contextmanager
+    def listening(self, listener):
+        self.tell = listener
+        yield
+
+
+async def test_a_replay_tells_whoever_misses_lost_changes_that_nothing_holds_any_more(tmp_path):
+    feed, settings = ToldFeed(), ZmqSettings(f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r")
+    keys = chain_of(1).keys
+    first, second = (KvEvent(True, "CPU", SPACE.digest, [key], None, 16) for key in keys[:2])
+    publisher = ZmqPublisher(settings, EventCounters())
+    publisher.open()
+    try:
+        with Subscriber(settings.endpoint, settings.replay) as router:
+            async with publisher.publishing(feed):
+                feed.tell(EventBatch([first]))
+                feed.tell(EventBatch([second], lost={SPACE.digest: 3}))
+                replayed = await asyncio.to_thread(router.replayed, 0)
+            for number, payload in replayed:
+                router.take_in(number, payload)
+    finally:
+        publisher.close()
+
+    assert router.numbers == [0, 1, 2, 3]
+    assert router.holders == {HashForm.INT.of(keys[1]): {"CPU"}}
+
+
 def test_blocks_of_an_earlier_run_are_told_of_when_their_namespace_opens(tmp_path):
     with PublishingStore(tmp_path) as store, store.connect() as client:
         chain = put(client, 1)
@@ -298,6 +286,26 @@ def test_what_only_this_machine_reaches_needs_no_authentication(endpoint):
 def test_an_endpoint_that_is_none_is_refused(endpoint):
     with pytest.raises(InvalidConfig, match="expected tcp://HOST:PORT or ipc:///PATH"):
         ZmqSettings(endpoint).check()
+
+
+def test_a_network_that_keeps_others_out_may_stand_in_for_keys():
+    ZmqSettings("tcp://*:5557", "tcp://*:5558", is_open=True).check()
+    with pytest.raises(InvalidConfig, match="contradict each other"):
+        ZmqSettings("tcp://*:5557", keys=Path("keys"), is_open=True).check()
+
+
+def test_tiers_may_have_other_words():
+    assert media_words("ssd=DISK, dram=CPU_PINNED,remote=") == {
+        "STORAGE": "DISK",
+        "CPU": "CPU_PINNED",
+        "EXTERNAL": "",
+    }
+
+
+@pytest.mark.parametrize("text", ["disk=DISK", "ssd", "ssd=a b", "store=X", "ssd=DISK,", "ssd=" + "x" * 33])
+def test_a_word_for_a_tier_that_is_none_is_refused(text):
+    with pytest.raises(InvalidConfig, match="expected TIER=WORD with one of vram, dram, ssd, remote"):
+        media_words(text)
 
 
 def test_an_endpoint_that_anybody_could_reach_stops_the_start(tmp_path):

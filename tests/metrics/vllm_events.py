@@ -139,22 +139,28 @@ class Subscriber:
                     for block in event.block_hashes:
                         self.holders.get(block, set()).discard(event.medium)
 
-    def replayed(self, start, timeout_s=30):
+    def replayed(self, start):
         """Return the batches from a number on that the publisher still has."""
+        found = []
+        for _, number, payload in self.frames(start):
+            if number == END_OF_REPLAY:
+                return found
+            found.append((int.from_bytes(number, "big"), payload))
+        raise AssertionError("a replay without an end")
+
+    def frames(self, start, timeout_s=30):
+        """Ask for a replay; yields topic, number and payload of what comes, its end included."""
         sock = self._context.socket(zmq.DEALER)
         sock.setsockopt(zmq.LINGER, 0)
         if self._curve:
             self._secure(sock)
         sock.connect(self._replay)
-        found = []
+        number = b""
         try:
             sock.send_multipart([b"", start.to_bytes(8, "big")])
-            while sock.poll(int(timeout_s * 1000)):
-                empty, _, number, payload = sock.recv_multipart()
+            while number != END_OF_REPLAY and sock.poll(int(timeout_s * 1000)):
+                empty, topic, number, payload = sock.recv_multipart()
                 assert empty == b""
-                if number == END_OF_REPLAY:
-                    return found
-                found.append((int.from_bytes(number, "big"), payload))
+                yield topic, number, payload
         finally:
             sock.close()
-        raise AssertionError("a replay without an end")

@@ -187,6 +187,8 @@ def test_two_policies_of_one_name_are_refused_and_one_named_twice_is_replayed_on
     lru = policy_of("lru")
 
     assert require_distinct([lru, policy_of("lru")]) == [lru]
+    spellings = [policy_of(name) for name in ("s3fifo", "S3-FIFO", "lru+s3fifo", "LRU+s3-fifo")]
+    assert [policy.name for policy in require_distinct(spellings)] == ["s3fifo", "lru+s3fifo"]
     with pytest.raises(InvalidRequest, match="two have that name"):
         require_distinct([policy_of(f"{own}:Mine"), policy_of(f"{own}:Mine")])
 

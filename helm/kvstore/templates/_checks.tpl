@@ -11,6 +11,12 @@
 {{- if and $v.http.apiKeys.existingSecret $v.http.apiKeys.text -}}
 {{- fail "kvstore: give one of http.apiKeys.existingSecret and http.apiKeys.text" -}}
 {{- end -}}
+{{- if and $v.events.enabled (not $v.events.open) (not (and $v.events.keysSecret $v.events.clients)) -}}
+{{- fail "kvstore: events.enabled needs events.keysSecret and events.clients, or events.open where networkPolicy.eventsFrom keeps out everybody else" -}}
+{{- end -}}
+{{- if and $v.events.open $v.events.keysSecret -}}
+{{- fail "kvstore: give one of events.keysSecret and events.open" -}}
+{{- end -}}
 {{- if and $v.encryption.existingSecret $v.encryption.text -}}
 {{- fail "kvstore: give one of encryption.existingSecret and encryption.text" -}}
 {{- end -}}

@@ -43,9 +43,45 @@ imagePullPolicy: {{ $values.image.pullPolicy }}
 {{- if eq .place "native" }}
 restartPolicy: Always
 {{- end }}
-args: [serve, --config, /etc/kvstore/config/config.toml]
+args:
+  - serve
+  - --config
+  - /etc/kvstore/config/config.toml
+  {{- with $values.events }}
+  {{- if .enabled }}
+  - --events
+  - tcp://*:{{ int64 .port }}
+  - --events-replay
+  - tcp://*:{{ int64 .replayPort }}
+  {{- with .topic }}
+  - --events-topic
+  - {{ . | quote }}
+  {{- end }}
+  {{- if .open }}
+  - --events-open
+  {{- else }}
+  - --events-keys
+  - /etc/kvstore/events
+  {{- end }}
+  {{- with .args }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- end }}
+  {{- end }}
 env:
   {{- include "kvstore.replicaEnv" $root | nindent 2 }}
+  {{- if or $values.tracing.endpoint $values.events.enabled }}
+  - name: KVSTORE_POD_NAME
+    valueFrom:
+      fieldRef:
+        fieldPath: metadata.name
+  {{- end }}
+  {{- if $values.events.enabled }}
+  - name: KVSTORE_POD_IP
+    valueFrom:
+      fieldRef:
+        fieldPath: status.podIP
+  {{- end }}
   {{- with $values.tracing.endpoint }}
   - name: OTEL_EXPORTER_OTLP_ENDPOINT
     value: {{ . | quote }}
@@ -53,21 +89,27 @@ env:
     value: parentbased_traceidratio
   - name: OTEL_TRACES_SAMPLER_ARG
     value: {{ $values.tracing.sampleRatio | toString | quote }}
-  - name: KVSTORE_POD_NAME
-    valueFrom:
-      fieldRef:
-        fieldPath: metadata.name
   - name: OTEL_RESOURCE_ATTRIBUTES
     value: k8s.pod.name=$(KVSTORE_POD_NAME)
   {{- end }}
   {{- with $values.env }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
-{{- if include "kvstore.isServing" $root }}
+{{- if or (include "kvstore.isServing" $root) $values.events.enabled }}
 ports:
+  {{- if include "kvstore.isServing" $root }}
   - name: kvstore-http
     containerPort: {{ int64 $values.http.port }}
     protocol: TCP
+  {{- end }}
+  {{- if $values.events.enabled }}
+  - name: kvstore-events
+    containerPort: {{ int64 $values.events.port }}
+    protocol: TCP
+  - name: kvstore-replay
+    containerPort: {{ int64 $values.events.replayPort }}
+    protocol: TCP
+  {{- end }}
 {{- end }}
 {{- if or (eq .place "daemonset") $values.sidecar.waitForStore }}
 startupProbe:
@@ -152,6 +194,13 @@ exec:
 {{- if $.Values.http.tls.requireClientCertificate -}}{{- $_ := set $items "ca.crt" "ca.crt" -}}{{- end -}}
 {{- $_ := set $folders "http-tls" (dict "secret" . "items" $items) -}}
 {{- end -}}
+{{- end -}}
+{{- if and .Values.events.enabled (not .Values.events.open) -}}
+{{- $items := dict "server.key_secret" "server.key_secret" -}}
+{{- range .Values.events.clients -}}
+{{- $_ := set $items (printf "%s.key" .) (printf "clients/%s.key" .) -}}
+{{- end -}}
+{{- $_ := set $folders "events" (dict "secret" .Values.events.keysSecret "items" $items) -}}
 {{- end -}}
 {{- with include "kvstore.masterKeysSecret" . -}}
 {{- $_ := set $folders "master-keys" (dict "secret" . "items" (dict (ternary "master.keys" $.Values.encryption.key (empty $.Values.encryption.existingSecret)) "master.keys")) -}}
