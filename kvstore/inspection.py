@@ -68,7 +68,9 @@ def _copies_are_sound(state: State) -> Iterator[str]:
 
 def _listed_are_ready(state: State) -> Iterator[str]:
     listing, top = state.directory.listing, state.top.name
-    for entry in () if listing is None else state.directory.entries():
+    if listing is None:
+        return
+    for entry in state.directory.entries():
         if listing.holds(entry.name) and (entry.shelf.is_stale or not entry.is_ready(top)):
             yield f"block {entry.key.hex()[:12]}: clients find it in {top} without asking, and may not"
 
