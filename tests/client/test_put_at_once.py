@@ -175,7 +175,7 @@ def test_two_clients_put_the_same_blocks(
                 thread.join(60)
         assert sum(result.stored for result in results) == 4 * 8
         assert sum(result.present for result in results) == 4 * 8
-        assert not any(result.doubtful for result in results)
+        assert not any(result.dropped for result in results)
         assert sync_client.check() == []
 
 
