@@ -6,7 +6,7 @@ import select
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,7 +27,7 @@ PATIENT = {"lookup_deadline_ms": 20_000, "load_deadline_ms": 20_000}
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one batch of prompts got."""
+    """What one batch of prompts got. ``calls_s`` and ``waits_s``: of engines that are ``watched``."""
 
     seconds: float
     tokens: list[list[int]]
@@ -37,6 +37,9 @@ class Answer:
     preemptions: float | None
     external: float | None
     left: dict[str, int] | None = None
+    cpu_s: float = 0.0
+    calls_s: dict[str, float] = field(default_factory=dict)
+    waits_s: list[float] = field(default_factory=list)
 
 
 def engine_python() -> Path:
@@ -123,7 +126,7 @@ class ReplicaProcess:
             )
         self._tell(self._arguments)
 
-    def wait_ready(self, *, patience_s: float = 300.0) -> None:
+    def wait_ready(self, *, patience_s: float = 900.0) -> None:
         """Wait until it takes prompts."""
         self.ready_s = self._hear(patience_s)["ready_s"]
 
@@ -147,7 +150,7 @@ class ReplicaProcess:
         """Send prompts."""
         self._tell({"prompts": [list(one) for one in prompts], "max_tokens": 40, "logprobs": 1, **asked})
 
-    def finish(self, *, patience_s: float = 300.0) -> Answer:
+    def finish(self, *, patience_s: float = 600.0) -> Answer:
         """Wait for the answer to the prompts that were sent."""
         return Answer(**self._hear(patience_s))
 
