@@ -1,12 +1,12 @@
 """What the connector costs vLLM: requests that reuse nothing, and a store that is frozen or dead.
 
-Two engines on the CPU, one with the connector and one without, answer the same new prompts by turns, so that
-what else the machine does falls on both. ``ratio`` is of the medians, ``added_ms`` the median of the pairs'
+One engine on the CPU answers new prompts by turns with and without its connector: two processes of the same
+engine differ by some percent on their own. ``ratio`` is of the medians, ``added_ms`` the median of the pairs'
 differences; ``low`` and ``high`` bound each with 95 % (bootstrap over pairs). Beside them is what the engine
-with the connector measures of itself, which other processes disturb less: ``calls_ms``, in the connector's
-methods in one request, and ``wait_ms``, from a request's first lookup to its answer. Needs the engines'
-environment: run ``scripts/test-engines contract`` once. With ``--model smollm2`` the model is the demo's (run
-``scripts/demo`` once), else a small random one.
+measures of itself, which other processes disturb less: ``calls_ms``, in the connector's methods in one
+request, and ``wait_ms``, from a request's first lookup to its answer. Deadlines are the defaults. Needs the
+engines' environment: run ``scripts/test-engines contract`` once. With ``--model smollm2`` the model is the
+demo's (run ``scripts/demo`` once), else a small random one.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import random
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,33 +29,34 @@ from tests.engines.scenario import Workshop, tokens
 from tests.engines.stored import address
 
 _WARM_UP = 3
+_PAUSE_S = 0.1
 _RESAMPLES = 2000
 STEPS = ("nothing_to_reuse", "frozen", "dead")
 
 
-class Pair:
-    """An engine with the connector and one without, and their answers' times."""
+class Turns:
+    """An engine that answers with and without its connector, and the times of its answers."""
 
-    def __init__(
-        self, on: ReplicaProcess, off: ReplicaProcess, *, prompt_tokens: int, answer_tokens: int
-    ) -> None:
-        self._on, self._off = on, off
+    def __init__(self, replica: ReplicaProcess, *, prompt_tokens: int, answer_tokens: int) -> None:
+        self._replica = replica
         self._prompt_tokens, self._answer_tokens = prompt_tokens, answer_tokens
         self._seed = 0
         self.are_equal = True
 
     def measure(self, turns: int) -> dict[str, float]:
         """Answer new prompts by turns; returns milliseconds, ratios and their bounds."""
-        on: list[Answer] = []
-        off: list[Answer] = []
+        found: dict[bool, list[Answer]] = {True: [], False: []}
         for turn in range(turns + _WARM_UP):
             self._seed += 1
             prompt = [tokens(90_000 + self._seed, self._prompt_tokens)]
-            order = ((self._on, on), (self._off, off))
-            for replica, answers in order if turn % 2 else reversed(order):
-                answers.append(replica.ask(prompt, max_tokens=self._answer_tokens))
-            self.are_equal &= on[-1].tokens == off[-1].tokens
-        return _summed_up(on[_WARM_UP:], off[_WARM_UP:])
+            for is_without in (False, True) if turn % 2 else (True, False):
+                # What the last one saves is saved by then.
+                time.sleep(_PAUSE_S)
+                found[is_without].append(
+                    self._replica.ask(prompt, max_tokens=self._answer_tokens, without=is_without, reset=True)
+                )
+            self.are_equal &= found[True][-1].tokens == found[False][-1].tokens
+        return _summed_up(found[False][_WARM_UP:], found[True][_WARM_UP:])
 
 
 def _summed_up(on: Sequence[Answer], off: Sequence[Answer]) -> dict[str, float]:
@@ -122,31 +124,25 @@ def main() -> int:
         shop = Workshop(Path(made))
         more = _model(shop, given.model)
         store = stack.enter_context(shop.store("cost", dram_bytes=512 << 20))
-        replicas = [
+        replica = stack.enter_context(
             shop.replica(
                 "on", transfer=transfer_config(address(store), loads="cheaper"), watched=True, **more
-            ),
-            shop.replica("off", **more),
-        ]
-        for replica in replicas:
-            replica.launch()
-            stack.push(replica.__exit__)
-        for replica in replicas:
-            replica.wait_ready()
-        pair = Pair(*replicas, prompt_tokens=given.prompt_tokens, answer_tokens=given.answer_tokens)
+            )
+        )
+        turns = Turns(replica, prompt_tokens=given.prompt_tokens, answer_tokens=given.answer_tokens)
         found: dict[str, Any] = {"model": given.model}
         happen: dict[str, Callable[[], object]] = {"frozen": store.pause, "dead": store.kill}
         for name in STEPS:
             if name not in given.steps:
                 continue
             happen.get(name, lambda: None)()
-            found[name] = pair.measure(given.turns)
+            found[name] = turns.measure(given.turns)
             if not given.json:
                 print(f"{name}: {found[name]}", flush=True)
-        found["outputs_equal"] = pair.are_equal
+        found["outputs_equal"] = turns.are_equal
     if given.json:
         print(json.dumps(found))
-    return 0 if pair.are_equal else 1
+    return 0 if turns.are_equal else 1
 
 
 def _model(shop: Workshop, name: str) -> dict[str, Any]:

@@ -127,3 +127,4 @@ def _lend_pytest(folder: Path) -> None:
     for module in (pytest, _pytest, pluggy, iniconfig):
         place = Path(str(module.__file__)).parent
         (folder / place.name).symlink_to(place)
+    (folder / "py.py").symlink_to(Path(str(pytest.__file__)).parents[1] / "py.py")

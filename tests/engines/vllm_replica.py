@@ -3,13 +3,14 @@
 The first line on stdin has ``LLM``'s arguments. Then each line has prompts; each answer is a line on the
 original stdout, everything else goes to stderr. ``told`` are ``kv_transfer_params``, ``lora`` the name,
 number and folder of an adapter. With ``watched`` among the arguments each answer says how long the engine was
-in calls of its connector.
+in calls of its connector. A line with ``without`` is answered as if it had none.
 """
 
 import json
 import os
 import sys
 import time
+from contextlib import contextmanager, nullcontext
 
 
 def main() -> None:
@@ -37,9 +38,12 @@ def main() -> None:
             extra_args=None if told is None else {"kv_transfer_params": told},
         )
         prompts = [{"prompt_token_ids": tokens} | asked.get("more", {}) for tokens in asked["prompts"]]
-        started_s, started_cpu_s = time.monotonic(), time.process_time()
-        outputs = engine.generate(prompts, sampling, use_tqdm=False, lora_request=_adapter(asked.get("lora")))
-        seconds, cpu_s = time.monotonic() - started_s, time.process_time() - started_cpu_s
+        with _without_connector(engine) if asked.get("without") else nullcontext():
+            started_s, started_cpu_s = time.monotonic(), time.process_time()
+            outputs = engine.generate(
+                prompts, sampling, use_tqdm=False, lora_request=_adapter(asked.get("lora"))
+            )
+            seconds, cpu_s = time.monotonic() - started_s, time.process_time() - started_cpu_s
         _say(
             answers,
             {
@@ -56,6 +60,20 @@ def main() -> None:
             },
         )
     del engine
+
+
+@contextmanager
+def _without_connector(engine: object) -> object:
+    """Have vLLM find no connector, neither in its scheduler nor in its worker; both are idle meanwhile."""
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    kept = scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT
+    scheduler.connector = kv_transfer_state._KV_CONNECTOR_AGENT = None
+    try:
+        yield
+    finally:
+        scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = kept
 
 
 def _watch() -> object:
