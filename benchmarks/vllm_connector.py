@@ -1,12 +1,14 @@
 """What the connector costs vLLM: requests that reuse nothing, and a store that is frozen or dead.
 
-One engine on the CPU answers new prompts by turns with and without its connector: two processes of the same
-engine differ by some percent on their own. ``ratio`` is of the medians, ``added_ms`` the median of the pairs'
-differences; ``low`` and ``high`` bound each with 95 % (bootstrap over pairs). Beside them is what the engine
-measures of itself, which other processes disturb less: ``calls_ms``, in the connector's methods in one
-request, and ``wait_ms``, from a request's first lookup to its answer. Deadlines are the defaults. Needs the
-engines' environment: run ``scripts/test-engines contract`` once. With ``--model smollm2`` the model is the
-demo's (run ``scripts/demo`` once), else a small random one.
+One engine on the CPU answers new prompts by turns with its connector, with none, and with an empty one,
+which shows what vLLM does for any: two processes of the same engine differ by some percent on their own.
+``ratio`` is of the medians with the connector and with none, ``empty_ratio`` with the empty one and with
+none; ``added_ms`` is the median of the pairs' differences; ``low`` and ``high`` bound each with 95 %
+(bootstrap over pairs). Beside them is what the engine measures of itself, which other processes disturb
+less: ``cpu_ratio``, of its CPU time; ``calls_ms``, in the connector's methods in one request; ``wait_ms``,
+from a request's first lookup to its answer. Deadlines are the defaults. Needs the engines' environment: run
+``scripts/test-engines contract`` once. With ``--model smollm2`` the model is the demo's (run
+``scripts/demo`` once), else a small random one.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -30,6 +32,9 @@ from tests.engines.stored import address
 
 _WARM_UP = 3
 _PAUSE_S = 0.1
+_KINDS = (None, "none", "empty")
+"""Connectors in place of the engine's own."""
+Pairs: TypeAlias = Sequence[tuple[float, float]]
 _RESAMPLES = 2000
 STEPS = ("nothing_to_reuse", "frozen", "dead")
 
@@ -45,45 +50,59 @@ class Turns:
 
     def measure(self, turns: int) -> dict[str, float]:
         """Answer new prompts by turns; returns milliseconds, ratios and their bounds."""
-        found: dict[bool, list[Answer]] = {True: [], False: []}
+        found: dict[str | None, list[Answer]] = {instead: [] for instead in _KINDS}
         for turn in range(turns + _WARM_UP):
             self._seed += 1
             prompt = [tokens(90_000 + self._seed, self._prompt_tokens)]
-            for is_without in (False, True) if turn % 2 else (True, False):
-                # What the last one saves is saved by then.
-                time.sleep(_PAUSE_S)
-                found[is_without].append(
-                    self._replica.ask(prompt, max_tokens=self._answer_tokens, without=is_without, reset=True)
-                )
-            self.are_equal &= found[True][-1].tokens == found[False][-1].tokens
-        return _summed_up(found[False][_WARM_UP:], found[True][_WARM_UP:])
+            for at in range(len(_KINDS)):
+                instead = _KINDS[(turn + at) % len(_KINDS)]
+                found[instead].append(self._ask(prompt, instead))
+            self.are_equal &= all(one[-1].tokens == found[None][-1].tokens for one in found.values())
+        on, off, empty = (found[instead][_WARM_UP:] for instead in _KINDS)
+        return _summed_up(on, off, empty)
+
+    def _ask(self, prompt: list[list[int]], instead: str | None) -> Answer:
+        # What the last one saves is saved by then.
+        time.sleep(_PAUSE_S)
+        return self._replica.ask(prompt, max_tokens=self._answer_tokens, instead=instead, reset=True)
 
 
-def _summed_up(on: Sequence[Answer], off: Sequence[Answer]) -> dict[str, float]:
-    pairs = [(1000 * one.seconds, 1000 * other.seconds) for one, other in zip(on, off, strict=True)]
-    low, high = _bounds(pairs, _ratio)
-    added_low, added_high = _bounds(pairs, _added)
+def _summed_up(on: Sequence[Answer], off: Sequence[Answer], empty: Sequence[Answer]) -> dict[str, float]:
+    pairs = _paired(on, off)
     calls_ms = [1000 * sum(answer.calls_s.values()) for answer in on]
     waits_ms = [1000 * wait_s for answer in on for wait_s in answer.waits_s]
     found = {
         "turns": len(pairs),
         "on_ms": statistics.median(one for one, _ in pairs),
         "off_ms": statistics.median(other for _, other in pairs),
-        "ratio": _ratio(pairs),
-        "ratio_low": low,
-        "ratio_high": high,
-        "added_ms": _added(pairs),
-        "added_low_ms": added_low,
-        "added_high_ms": added_high,
+        **_bounded("ratio", pairs, _ratio),
+        **_bounded("added_ms", pairs, _added),
         "worst_ms": max(one - other for one, other in pairs),
         "worst_by_chance_ms": max(other - one for one, other in pairs),
-        "cpu_ratio": statistics.median(one.cpu_s for one in on) / statistics.median(one.cpu_s for one in off),
+        **_bounded("empty_ratio", _paired(empty, off), _ratio),
+        **_bounded("cpu_ratio", _paired(on, off, "cpu_s"), _ratio),
+        **_bounded("empty_cpu_ratio", _paired(empty, off, "cpu_s"), _ratio),
         "calls_ms": statistics.median(calls_ms),
         "worst_calls_ms": max(calls_ms),
         "wait_ms": statistics.median(waits_ms),
         "worst_wait_ms": max(waits_ms),
     }
     return {name: round(value, 4) for name, value in found.items()} | _by_call(on)
+
+
+def _paired(
+    one: Sequence[Answer], other: Sequence[Answer], name: str = "seconds"
+) -> list[tuple[float, float]]:
+    """Return milliseconds of the answers to the same prompts."""
+    return [(1000 * getattr(a, name), 1000 * getattr(b, name)) for a, b in zip(one, other, strict=True)]
+
+
+def _bounded(name: str, pairs: Pairs, figure: Callable[[Pairs], float]) -> dict[str, float]:
+    """Return a figure and what it lies between with 95 %: it is taken of pairs drawn anew, many times."""
+    draw = random.Random(1)
+    found = sorted(figure(draw.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES))
+    low, high = found[_RESAMPLES // 40], found[-_RESAMPLES // 40]
+    return {name: figure(pairs), f"{name}_low": low, f"{name}_high": high}
 
 
 def _by_call(on: Sequence[Answer]) -> dict[str, float]:
@@ -93,21 +112,12 @@ def _by_call(on: Sequence[Answer]) -> dict[str, float]:
     return {f"in {name}": round(ms, 3) for name, ms in sorted(medians.items()) if ms >= 0.0005}
 
 
-def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
+def _ratio(pairs: Pairs) -> float:
     return statistics.median(one for one, _ in pairs) / statistics.median(other for _, other in pairs)
 
 
-def _added(pairs: Sequence[tuple[float, float]]) -> float:
+def _added(pairs: Pairs) -> float:
     return statistics.median(one - other for one, other in pairs)
-
-
-def _bounds(
-    pairs: Sequence[tuple[float, float]], figure: Callable[[Sequence[tuple[float, float]]], float]
-) -> tuple[float, float]:
-    """Return what a figure lies between with 95 %: it is taken of pairs drawn anew, many times."""
-    draw = random.Random(1)
-    found = sorted(figure(draw.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES))
-    return found[_RESAMPLES // 40], found[-_RESAMPLES // 40]
 
 
 def main() -> int:

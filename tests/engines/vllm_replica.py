@@ -3,14 +3,15 @@
 The first line on stdin has ``LLM``'s arguments. Then each line has prompts; each answer is a line on the
 original stdout, everything else goes to stderr. ``told`` are ``kv_transfer_params``, ``lora`` the name,
 number and folder of an adapter. With ``watched`` among the arguments each answer says how long the engine was
-in calls of its connector. A line with ``without`` is answered as if it had none.
+in calls of its connector. A line with ``instead`` is answered with another one, see
+instead_connector.py.
 """
 
 import json
 import os
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 
 def main() -> None:
@@ -38,7 +39,7 @@ def main() -> None:
             extra_args=None if told is None else {"kv_transfer_params": told},
         )
         prompts = [{"prompt_token_ids": tokens} | asked.get("more", {}) for tokens in asked["prompts"]]
-        with _without_connector(engine) if asked.get("without") else nullcontext():
+        with _with(engine, asked.get("instead")):
             started_s, started_cpu_s = time.monotonic(), time.process_time()
             outputs = engine.generate(
                 prompts, sampling, use_tqdm=False, lora_request=_adapter(asked.get("lora"))
@@ -62,18 +63,12 @@ def main() -> None:
     del engine
 
 
-@contextmanager
-def _without_connector(engine: object) -> object:
-    """Have vLLM find no connector, neither in its scheduler nor in its worker; both are idle meanwhile."""
-    from vllm.distributed.kv_transfer import kv_transfer_state
+def _with(engine: object, instead: str | None) -> object:
+    if instead is None:
+        return nullcontext()
+    from tests.engines.instead_connector import connector_instead
 
-    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
-    kept = scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT
-    scheduler.connector = kv_transfer_state._KV_CONNECTOR_AGENT = None
-    try:
-        yield
-    finally:
-        scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = kept
+    return connector_instead(engine, instead)
 
 
 def _watch() -> object:

@@ -9,6 +9,7 @@ what came of it.
 
 import copy
 import json
+import logging
 import os
 from collections import Counter
 from pathlib import Path
@@ -48,6 +49,10 @@ class Substitute(KVStoreConnector):
                 "weights": "none",
             },
         )
+        if not getattr(cache, "kv_cache_layout", None):
+            # Schedulers that tests put together by hand are not told of a layout.
+            cache = copy.copy(cache)
+            object.__setattr__(cache, "kv_cache_layout", "LBHNC")
         super().__init__(config, role, cache)
         _made.append(self)
         _counts["made"] += 1
@@ -105,6 +110,17 @@ for _place in _PLACES:
     KVConnectorFactory._registry[_place] = lambda place=_place: (
         Answering if place == "MockKVConnector" else Substitute
     )
+
+
+class _Reasons(logging.Handler):
+    """Counts why blocks of a test's engine cannot be named."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.ERROR:
+            _counts[record.getMessage()] += 1
+
+
+logging.getLogger("vllm.kvstore").addHandler(_Reasons())
 
 
 def _count_calls() -> None:
