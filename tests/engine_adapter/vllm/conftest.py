@@ -9,6 +9,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+LOOKUP, SAVE, LOAD = "kvstore/MatchAndLease", "kvstore/Commit", {"kvstore/Peek", "kvstore/Fetch"}
 TakeSpans = Callable[[], set[str]]
 
 
