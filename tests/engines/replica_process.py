@@ -1,8 +1,10 @@
 """ReplicaProcess: an engine in a process of its own, as a test sees it; here of vLLM."""
 
+import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -105,7 +107,11 @@ class ReplicaProcess:
 
     def __enter__(self) -> Self:
         self.launch()
-        self.wait_ready()
+        try:
+            self.wait_ready()
+        except BaseException:
+            self._kill()
+            raise
         return self
 
     def command(self) -> list[str]:
@@ -138,8 +144,13 @@ class ReplicaProcess:
         try:
             process.wait(60)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.wait()
+            self._kill()
+
+    def _kill(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def ask(self, prompts: Sequence[Sequence[int]], **asked: object) -> Answer:
         """Have it answer prompts, greedily, as one batch."""
