@@ -31,13 +31,13 @@ ENGINES = {
     "vllm": (
         Workshop,
         (
+            vllm_own_tests.vllm_own_tests,
+            vllm_trace_scenario.traced,
             *vllm_scenarios.SCENARIOS,
             *vllm_tier_scenarios.SCENARIOS,
             *vllm_request_scenarios.SCENARIOS,
             default_scenarios.reuse_by_default,
             default_scenarios.tier_reuse_by_default,
-            vllm_trace_scenario.traced,
-            vllm_own_tests.vllm_own_tests,
         ),
     ),
     "sglang": (
