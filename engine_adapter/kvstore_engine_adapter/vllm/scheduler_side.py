@@ -39,7 +39,7 @@ Request = Any
 """vLLM's ``Request``, ``KVCacheBlocks``, ``SchedulerOutput`` and ``KVConnectorOutput``: attributes only."""
 
 _NULL_PAGE = 0
-_IDLE_PATIENCE_S = 0.001
+_IDLE_PATIENCE_S = 0.002
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class SchedulerSide:
         self.lookups = PrefixLookups(client, identity.parts, deadline_s=options.lookup_deadline_ms / 1000)
         self._followed: dict[str, _Followed] = {}
         self._loads: list[Move] = []
-        # Once in a step that computes nothing: an answer comes sooner when this thread lets others run.
+        # Once in a step while nothing is computed: an answer comes sooner when this thread lets others run.
         self._may_wait = True
 
     def blocks_to_load(self, request: Request, computed_tokens: int) -> int | None:
@@ -196,6 +196,8 @@ class SchedulerSide:
         if self._speeds is not None:
             self._speeds.end_load(request_id, is_whole=False)
         self.lookups.forget(request_id)
+        if not any(other.pages for other in self._followed.values()):
+            self._may_wait = True
 
     def take_events(self) -> list[StoredBlocks | RemovedBlocks]:
         """Return what was stored and what has left the store since the last time."""
