@@ -42,7 +42,7 @@ ENGINES = {
     ),
     "sglang": (
         SglangWorkshop,
-        (*sglang_scenarios.SCENARIOS, default_scenarios.sglang_reuse_by_default),
+        sglang_scenarios.SCENARIOS,
     ),
 }
 QUICK: dict[str, Callable[[Any], Outcome]] = {

@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping
 
 from tests.engines.replica_process import transfer_config
 from tests.engines.scenario import Outcome, Workshop, batches
-from tests.engines.sglang_process import storage
-from tests.engines.sglang_workshop import SglangWorkshop
 from tests.engines.stored import address, await_blocks
 from tests.engines.vllm_tier_scenarios import tier_config
 from tests.store_process import StoreProcess
@@ -20,20 +18,14 @@ Through = Callable[[StoreProcess], Mapping[str, object]]
 
 def reuse_by_default(shop: Workshop) -> Outcome:
     """vLLM with the connector."""
-    return _reuse(shop, "vllm", "reuse_by_default", _connector)
+    return reuse_without_options(shop, "vllm", "reuse_by_default", _connector)
 
 
 def tier_reuse_by_default(shop: Workshop) -> Outcome:
     """vLLM with the store behind its CPU cache."""
-    return _reuse(
+    return reuse_without_options(
         shop, "vllm", "tier_reuse_by_default", lambda store: {"transfer": tier_config(address(store))}
     )
-
-
-def sglang_reuse_by_default(shop: SglangWorkshop) -> Outcome:
-    """SGLang."""
-    more = {"hicache_storage_prefetch_policy": "timeout"}
-    return _reuse(shop, "sglang", "reuse_by_default", lambda store: storage(address(store)) | more)
 
 
 def _connector(store: StoreProcess) -> Mapping[str, object]:
@@ -41,7 +33,7 @@ def _connector(store: StoreProcess) -> Mapping[str, object]:
     return {"transfer": made | {"kv_connector_extra_config": {"store": address(store)}}}
 
 
-def _reuse(shop: Workshop, engine: str, name: str, through: Through) -> Outcome:
+def reuse_without_options(shop: Workshop, engine: str, name: str, through: Through) -> Outcome:
     """Judge what fresh consumers reuse, unless the machine is too busy for deadlines to be kept."""
     outcome = Outcome(engine, name)
     asked = batches(1)[0]
