@@ -9,7 +9,8 @@ which.
 import enum
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import Context, Token, copy_context
 from dataclasses import dataclass
 from types import TracebackType
@@ -172,6 +173,24 @@ def current() -> TraceContext | None:
         return None
     context = api.get_current_span().get_span_context()
     return _context_of(context) if context.is_valid and context.trace_flags & _SAMPLED else None
+
+
+@contextmanager
+def within(parent: TraceContext | None) -> Iterator[None]:
+    """Have this thread or task be in a span that another process or thread has begun; None: leave it be.
+
+    Nothing happens where nothing is traced.
+    """
+    api = sys.modules.get(_API)
+    if api is None or parent is None:
+        yield
+        return
+    context = sys.modules[_CONTEXT]
+    token = context.attach(api.set_span_in_context(api.NonRecordingSpan(_otel_context(api, parent))))
+    try:
+        yield
+    finally:
+        context.detach(token)
 
 
 def begin(

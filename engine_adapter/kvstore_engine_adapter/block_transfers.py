@@ -19,6 +19,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import tracing
 from kvstore.client import KVStore
 from kvstore.errors import KVStoreError
 from kvstore.hints import Hints
@@ -26,6 +27,7 @@ from kvstore.keys import BlockKey, PrefixChain
 from kvstore.layout import Part
 from kvstore.miss import MissReason
 from kvstore.results import PutResult
+from kvstore.tracing import TraceContext
 from kvstore_engine_adapter.counts import Counts
 
 logger = logging.getLogger(__name__)
@@ -80,11 +82,15 @@ class GroupMove:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """All blocks that are loaded, or saved, for one request at one time; ``hints``: what it knows of them."""
+    """All blocks that are loaded, or saved, for one request at one time.
+
+    ``hints``: what it knows of them. ``trace``: the span that it belongs to.
+    """
 
     request_id: str
     groups: tuple[GroupMove, ...]
     hints: Hints | None = None
+    trace: TraceContext | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +175,11 @@ class BlockLoads:
         failed: list[tuple[int, int]] = []
         began_s = self._clock()
         try:
-            for one in move.groups:
-                loaded = self._load(one, until_s, move.hints)
-                failed += [(one.group, page) for page in one.pages[loaded:]]
-                self.counts.add("loaded_blocks", loaded)
+            with tracing.within(move.trace):
+                for one in move.groups:
+                    loaded = self._load(one, until_s, move.hints)
+                    failed += [(one.group, page) for page in one.pages[loaded:]]
+                    self.counts.add("loaded_blocks", loaded)
         except Exception:
             # Whatever it was, the request goes on without these blocks.
             logger.exception("load: failed; the request computes these blocks")
@@ -211,8 +218,8 @@ class BlockLoads:
 class BlockSaves:
     """Saves under way, at most ``queue_bytes`` of snapshots at a time. Best effort.
 
-    After a store did not answer, what waits is dropped for a second. If ``reports``, the end of each save
-    comes out of ``take_done``, which has to be called then.
+    For a second after a store did not answer, what waits or comes is dropped. If ``reports``, the end of each
+    save comes out of ``take_done``, which has to be called then.
     """
 
     def __init__(
@@ -250,10 +257,11 @@ class BlockSaves:
         """Take a snapshot and store it later; dropped if too much waits already. In the engine's thread."""
         taken: list[tuple[GroupMove, Snapshot]] = []
         held_bytes = num_dropped = 0
+        is_away = self._clock() < self._away_until_s
         for one in move.groups:
             size_bytes = self._pages.block_bytes(one.group) * len(one.pages)
             with self._lock:
-                has_room = self._held_bytes + size_bytes <= self._queue_bytes
+                has_room = not is_away and self._held_bytes + size_bytes <= self._queue_bytes
                 self._held_bytes += size_bytes if has_room else 0
             if not has_room:
                 num_dropped += len(one.pages)
@@ -293,7 +301,8 @@ class BlockSaves:
         num_present = 0
         try:
             for one, snapshot in taken:
-                result = self._save(one, snapshot, move.hints)
+                with tracing.within(move.trace):
+                    result = self._save(one, snapshot, move.hints)
                 num_dropped += len(one.pages) if result is None else result.dropped
                 if result is not None:
                     num_present += result.present

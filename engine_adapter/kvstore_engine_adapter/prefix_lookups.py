@@ -20,12 +20,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
+from kvstore import tracing
 from kvstore.client import KVStore
 from kvstore.errors import KVStoreError
 from kvstore.held import Lease
 from kvstore.keys import BlockKey, PrefixChain
 from kvstore.layout import Part
 from kvstore.miss import MissReason
+from kvstore.tracing import TraceContext
 from kvstore_engine_adapter.counts import Counts
 from kvstore_engine_adapter.store_breaker import AWAY, StoreBreaker
 
@@ -38,6 +40,8 @@ _THREADS = 4
 _MAX_MISSING = 1 << 16
 _MAX_ASKED = 1 << 16
 _RENEW_BELOW_S = 10.0
+_WAKING_S = 0.001
+"""Of a deadline this much, a tenth at most, is left for waking up from a wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,7 @@ class _Asked:
     limit: int | None = None
     is_over: bool = False
     promised_start: int = 0
+    trace: TraceContext | None = None
 
 
 class PrefixLookups:
@@ -99,7 +104,7 @@ class PrefixLookups:
     ) -> None:
         self._client = client
         self._parts = tuple(parts)
-        self._deadline_s = deadline_s
+        self._deadline_s = deadline_s - min(_WAKING_S, deadline_s / 10)
         self._missing_s = missing_s
         self._clock = clock
         self._lock = threading.Lock()
@@ -116,13 +121,16 @@ class PrefixLookups:
         chains: Callable[[], Sequence[GroupChain]],
         *,
         patience_s: float = 0.0,
+        trace: TraceContext | None = None,
     ) -> int | None:
         """Return how many blocks after the first ``start`` can be loaded; None: not known yet, ask again.
 
         ``chains`` gives the blocks from ``start`` on, of every group; it is called when a lookup begins.
-        ``patience_s`` is how long this call itself may wait for an answer that is under way.
+        ``patience_s`` is how long this call itself may wait for an answer that is under way. ``trace`` is
+        the span that the request belongs to.
         """
         asked = self._asked_of(request_id)
+        asked.trace = trace
         if asked.limit is not None and start >= asked.limit:
             return self._miss(LOAD_FAILED)
         if asked.lookup is None and asked.found is None:
@@ -213,7 +221,7 @@ class PrefixLookups:
         self.counts.add("lookups")
         asked.start, asked.began_s = start, self._clock()
         until_s = asked.began_s + self._deadline_s - asked.spent_s
-        asked.lookup = self._threads.submit(self._find, groups, until_s)
+        asked.lookup = self._threads.submit(self._find, groups, until_s, asked.trace)
         return None
 
     def _has_settled(self, asked: _Asked, patience_s: float) -> bool:
@@ -255,12 +263,13 @@ class PrefixLookups:
         asked.promised_start = start
         return max(0, end - start)
 
-    def _find(self, groups: Sequence[GroupChain], until_s: float) -> Found:
+    def _find(self, groups: Sequence[GroupChain], until_s: float, trace: TraceContext | None = None) -> Found:
         """Ask the store; in a thread. Never raises."""
         leases: list[Lease] = []
         unanswered = self._num_unanswered()
         try:
-            found = self._find_all(groups, until_s, leases)
+            with tracing.within(trace):
+                found = self._find_all(groups, until_s, leases)
             # Another thread's failure in the meantime counts too, for it is the same store's.
             return replace(found, is_away=self._num_unanswered() > unanswered)
         except KVStoreError as error:

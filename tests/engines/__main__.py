@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -11,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines import (
+    default_scenarios,
     sglang_scenarios,
+    vllm_own_tests,
     vllm_request_scenarios,
     vllm_scenarios,
     vllm_tier_scenarios,
+    vllm_trace_scenario,
 )
 from tests.engines.quick import reuse_and_kill
 from tests.engines.replica_process import transfer_config
@@ -27,12 +31,19 @@ ENGINES = {
     "vllm": (
         Workshop,
         (
+            vllm_own_tests.vllm_own_tests,
+            vllm_trace_scenario.traced,
             *vllm_scenarios.SCENARIOS,
             *vllm_tier_scenarios.SCENARIOS,
             *vllm_request_scenarios.SCENARIOS,
+            default_scenarios.reuse_by_default,
+            default_scenarios.tier_reuse_by_default,
         ),
     ),
-    "sglang": (SglangWorkshop, sglang_scenarios.SCENARIOS),
+    "sglang": (
+        SglangWorkshop,
+        sglang_scenarios.SCENARIOS,
+    ),
 }
 QUICK: dict[str, Callable[[Any], Outcome]] = {
     "vllm": partial(
@@ -55,6 +66,8 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="folder for models and logs, kept")
     parser.add_argument("--quick", action="store_true", help="run one short scenario instead")
     given = parser.parse_args()
+    # So that engines and stores are ended too when this process is.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     make_shop, scenarios = ENGINES[given.engine]
     if given.quick:
         scenarios = (update_wrapper(QUICK[given.engine], reuse_and_kill),)

@@ -8,6 +8,7 @@ from tests.engines.stored import await_blocks
 from tests.store_process import StoreProcess
 
 _SHARED = 288
+_TURNS = 3
 
 
 def reuse_and_kill(
@@ -22,9 +23,13 @@ def reuse_and_kill(
     wanted = shop.reference("quick", lambda: [*batches(1), many])
     with shop.store("quick") as store:
         with shop.replica("quick-producer", **through(store)) as replica:
-            for batch, other in zip([*batches(1), many], wanted, strict=True):
-                outcome.compare(replica.ask(batch), other, what="producer")
-            await_blocks(store, 9 + 6 * len(many))
+            # A busy store may not take a save in time; the engine drops it, and saves what it computes anew.
+            for turn in range(_TURNS):
+                for batch, other in zip([*batches(1), many], wanted, strict=True):
+                    outcome.compare(replica.ask(batch, reset=turn > 0), other, what="producer")
+                if await_blocks(store, 9 + 6 * len(many), patience_s=20 * (turn + 1)):
+                    break
+            outcome.notes["turns of the producer"] = turn + 1
         with shop.replica("quick-consumer", **through(store)) as replica:
             got = [replica.ask(batch) for batch in batches(1)]
             for one, other in zip(got, wanted, strict=False):

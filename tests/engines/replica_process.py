@@ -1,12 +1,14 @@
 """ReplicaProcess: an engine in a process of its own, as a test sees it; here of vLLM."""
 
+import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,7 +29,7 @@ PATIENT = {"lookup_deadline_ms": 20_000, "load_deadline_ms": 20_000}
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one batch of prompts got."""
+    """What one batch of prompts got. ``calls_s`` and ``waits_s``: of engines that are ``watched``."""
 
     seconds: float
     tokens: list[list[int]]
@@ -37,6 +39,9 @@ class Answer:
     preemptions: float | None
     external: float | None
     left: dict[str, int] | None = None
+    cpu_s: float = 0.0
+    calls_s: dict[str, float] = field(default_factory=dict)
+    waits_s: list[float] = field(default_factory=list)
 
 
 def engine_python() -> Path:
@@ -102,7 +107,11 @@ class ReplicaProcess:
 
     def __enter__(self) -> Self:
         self.launch()
-        self.wait_ready()
+        try:
+            self.wait_ready()
+        except BaseException:
+            self._kill()
+            raise
         return self
 
     def command(self) -> list[str]:
@@ -123,7 +132,7 @@ class ReplicaProcess:
             )
         self._tell(self._arguments)
 
-    def wait_ready(self, *, patience_s: float = 300.0) -> None:
+    def wait_ready(self, *, patience_s: float = 900.0) -> None:
         """Wait until it takes prompts."""
         self.ready_s = self._hear(patience_s)["ready_s"]
 
@@ -135,8 +144,13 @@ class ReplicaProcess:
         try:
             process.wait(60)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.wait()
+            self._kill()
+
+    def _kill(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def ask(self, prompts: Sequence[Sequence[int]], **asked: object) -> Answer:
         """Have it answer prompts, greedily, as one batch."""
@@ -147,7 +161,7 @@ class ReplicaProcess:
         """Send prompts."""
         self._tell({"prompts": [list(one) for one in prompts], "max_tokens": 40, "logprobs": 1, **asked})
 
-    def finish(self, *, patience_s: float = 300.0) -> Answer:
+    def finish(self, *, patience_s: float = 600.0) -> Answer:
         """Wait for the answer to the prompts that were sent."""
         return Answer(**self._hear(patience_s))
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from kvstore import Part
+from tests.engines.default_scenarios import reuse_without_options
 from tests.engines.scenario import Outcome, batches
 from tests.engines.sglang_process import storage
 from tests.engines.sglang_trouble import (
@@ -25,6 +26,14 @@ def reuse(shop: SglangWorkshop) -> Outcome:
     with shop.store("reuse") as store:
         _reuse(shop, outcome, store)
     return outcome
+
+
+def reuse_by_default(shop: SglangWorkshop) -> Outcome:
+    """The same with no deadlines but the defaults, and the policy for prefetches that the docs name."""
+    more = {"hicache_storage_prefetch_policy": "timeout"}
+    return reuse_without_options(
+        shop, ENGINE, "reuse_by_default", lambda store: storage(address(store)) | more
+    )
 
 
 def reuse_generic(shop: SglangWorkshop) -> Outcome:
@@ -128,6 +137,7 @@ def _others(shop: SglangWorkshop, scenario: str, kinds: dict[str, dict[str, obje
 
 SCENARIOS: tuple[Callable[[SglangWorkshop], Outcome], ...] = (
     reuse,
+    reuse_by_default,
     reuse_generic,
     store_never_there,
     store_in_trouble,

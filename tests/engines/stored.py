@@ -15,14 +15,15 @@ def address(store: StoreProcess) -> str:
     return f"unix:{store.socket_path}"
 
 
-def await_blocks(store: StoreProcess, count: int) -> None:
-    """Wait until a store has so many blocks: saves are made in the background."""
-    until_s = time.monotonic() + 30
+def await_blocks(store: StoreProcess, count: int, *, patience_s: float = 60.0) -> bool:
+    """Wait until a store has so many blocks: saves are made in the background. Says whether it has them."""
+    until_s = time.monotonic() + patience_s
     with KVStore.connect(store.socket_path) as client:
         while time.monotonic() < until_s:
             if client.stats()["tiers"]["dram"]["blocks"] >= count:
-                return
+                return True
             time.sleep(0.02)
+    return False
 
 
 def corrupt_blocks(store: StoreProcess) -> int:

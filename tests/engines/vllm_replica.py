@@ -2,13 +2,16 @@
 
 The first line on stdin has ``LLM``'s arguments. Then each line has prompts; each answer is a line on the
 original stdout, everything else goes to stderr. ``told`` are ``kv_transfer_params``, ``lora`` the name,
-number and folder of an adapter.
+number and folder of an adapter. With ``watched`` among the arguments each answer says how long the engine was
+in calls of its connector. A line with ``instead`` is answered with another one, see
+instead_connector.py.
 """
 
 import json
 import os
 import sys
 import time
+from contextlib import nullcontext
 
 
 def main() -> None:
@@ -16,8 +19,10 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     arguments = json.loads(sys.stdin.readline())
+    is_watched = arguments.pop("watched", False)
     from vllm import LLM, SamplingParams
 
+    watch = _watch() if is_watched else None
     started_s = time.monotonic()
     engine = LLM(**arguments)
     _say(answers, {"ready_s": time.monotonic() - started_s})
@@ -34,9 +39,12 @@ def main() -> None:
             extra_args=None if told is None else {"kv_transfer_params": told},
         )
         prompts = [{"prompt_token_ids": tokens} | asked.get("more", {}) for tokens in asked["prompts"]]
-        started_s = time.monotonic()
-        outputs = engine.generate(prompts, sampling, use_tqdm=False, lora_request=_adapter(asked.get("lora")))
-        seconds = time.monotonic() - started_s
+        with _with(engine, asked.get("instead")):
+            started_s, started_cpu_s = time.monotonic(), time.process_time()
+            outputs = engine.generate(
+                prompts, sampling, use_tqdm=False, lora_request=_adapter(asked.get("lora"))
+            )
+            seconds, cpu_s = time.monotonic() - started_s, time.process_time() - started_cpu_s
         _say(
             answers,
             {
@@ -48,9 +56,26 @@ def main() -> None:
                 "preemptions": _counter(engine, "vllm:num_preemptions"),
                 "left": _left(engine),
                 "external": _counter(engine, "vllm:external_prefix_cache_hits"),
+                "cpu_s": cpu_s,
+                **({} if watch is None else watch.take()),
             },
         )
     del engine
+
+
+def _with(engine: object, instead: str | None) -> object:
+    if instead is None:
+        return nullcontext()
+    from tests.engines.instead_connector import connector_instead
+
+    return connector_instead(engine, instead)
+
+
+def _watch() -> object:
+    from kvstore_engine_adapter.vllm.connector import KVStoreConnector
+    from tests.engines.call_watch import CallWatch
+
+    return CallWatch(KVStoreConnector)
 
 
 def _adapter(named: list | None) -> object:

@@ -16,9 +16,17 @@ from tests.engines.replica_process import engine_environ, engine_python
 
 
 class ServerProcess:
-    """A server that is started when it is entered; its log goes to ``log``."""
+    """A server that is started when it is entered; its log goes to ``log``; ``more`` are arguments."""
 
-    def __init__(self, model: Path, log: Path, transfer: Mapping[str, object] | None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        transfer: Mapping[str, object] | None,
+        *more: str,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._environ = environ or {}
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
@@ -38,10 +46,11 @@ class ServerProcess:
         ]
         if transfer is not None:
             self._command += ["--kv-transfer-config", json.dumps(transfer)]
+        self._command += more
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        environ = engine_environ(in_process=False, more={"VLLM_SERVER_DEV_MODE": "1"})
+        environ = engine_environ(in_process=False, more={"VLLM_SERVER_DEV_MODE": "1", **self._environ})
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command,
@@ -81,7 +90,9 @@ class ServerProcess:
         with urllib.request.urlopen(f"http://127.0.0.1:{self._port}{path}", timeout=30) as answer:
             return str(answer.read().decode())
 
-    def complete(self, prompt: Sequence[int], **more: object) -> dict[str, Any]:
+    def complete(
+        self, prompt: Sequence[int], *, headers: Mapping[str, str] | None = None, **more: object
+    ) -> dict[str, Any]:
         """Return the answer to a prompt, computed greedily."""
         asked = {
             "model": "tiny",
@@ -92,11 +103,11 @@ class ServerProcess:
             "return_token_ids": True,
             **more,
         }
-        return dict(json.loads(self._post("/v1/completions", asked)))
+        return dict(json.loads(self._post("/v1/completions", asked, headers or {})))
 
     def reset(self) -> None:
         """Empty vLLM's own prefix cache."""
-        self._post("/reset_prefix_cache", {})
+        self._post("/reset_prefix_cache", {}, {})
 
     def counter(self, name: str) -> float:
         """Return the sum of a metric over its labels."""
@@ -105,11 +116,11 @@ class ServerProcess:
         ]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
-    def _post(self, path: str, value: object) -> bytes:
+    def _post(self, path: str, value: object, headers: Mapping[str, str]) -> bytes:
         request = urllib.request.Request(
             f"http://127.0.0.1:{self._port}{path}",
             json.dumps(value).encode(),
-            {"Content-Type": "application/json"},
+            {"Content-Type": "application/json", **headers},
         )
         with urllib.request.urlopen(request, timeout=300) as answer:
             return bytes(answer.read())

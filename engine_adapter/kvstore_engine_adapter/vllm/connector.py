@@ -98,6 +98,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if self._worker is not None and isinstance(plan, StepPlan):
             self._worker.begin_loads(plan)
 
+    def has_connector_metadata(self) -> bool:
+        """Say no: vLLM asks before each layer, to wait for it and to save it, and both are nothing here."""
+        return False
+
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: a request waits for its loads before it is computed."""
 

@@ -13,12 +13,14 @@ from typing import Any
 from kvstore.client import KVStore
 from kvstore.errors import InvalidRequest
 from kvstore.keys import BlockKey, Namespace, PrefixChain
+from kvstore.tracing import TraceContext
 from kvstore.wire import MAX_KEYS
 from kvstore_engine_adapter.block_transfers import GroupMove, Move
 from kvstore_engine_adapter.load_policy import LoadPolicy
 from kvstore_engine_adapter.prefix_lookups import GroupChain, PrefixLookups
 from kvstore_engine_adapter.request_wishes import RequestWishes
 from kvstore_engine_adapter.step_speeds import StepSpeeds
+from kvstore_engine_adapter.trace_headers import trace_of
 from kvstore_engine_adapter.vllm.block_events import (
     GONE,
     BlockEvents,
@@ -37,7 +39,7 @@ Request = Any
 """vLLM's ``Request``, ``KVCacheBlocks``, ``SchedulerOutput`` and ``KVConnectorOutput``: attributes only."""
 
 _NULL_PAGE = 0
-_IDLE_PATIENCE_S = 0.001
+_IDLE_PATIENCE_S = 0.002
 
 
 @dataclass(slots=True)
@@ -50,6 +52,7 @@ class _Followed:
     request: Request
     groups: tuple[GroupIdentity, ...]
     wishes: RequestWishes
+    trace: TraceContext | None = None
     wants_lookup: bool = True
     wants_save: bool = True
     chosen: tuple[int, int, int] | None = None
@@ -83,7 +86,7 @@ class SchedulerSide:
         self.lookups = PrefixLookups(client, identity.parts, deadline_s=options.lookup_deadline_ms / 1000)
         self._followed: dict[str, _Followed] = {}
         self._loads: list[Move] = []
-        # Once in a step that computes nothing: an answer comes sooner when this thread lets others run.
+        # Once in a step while nothing is computed: an answer comes sooner when this thread lets others run.
         self._may_wait = True
 
     def blocks_to_load(self, request: Request, computed_tokens: int) -> int | None:
@@ -104,7 +107,9 @@ class SchedulerSide:
             ]
 
         patience_s = _IDLE_PATIENCE_S if self._may_wait else 0.0
-        blocks = self.lookups.blocks_after(request.request_id, start, chains, patience_s=patience_s)
+        blocks = self.lookups.blocks_after(
+            request.request_id, start, chains, patience_s=patience_s, trace=followed.trace
+        )
         if blocks is None:
             self._may_wait = False
             return None
@@ -137,7 +142,7 @@ class SchedulerSide:
         if self._speeds is not None:
             tiers = self.lookups.tiers_found(request.request_id, start)[: stop - start]
             self._speeds.begin_load(request.request_id, tiers)
-        self._loads.append(Move(request.request_id, tuple(moves), followed.wishes.hints))
+        self._loads.append(Move(request.request_id, tuple(moves), followed.wishes.hints, followed.trace))
 
     def plan_step(self, output: Request) -> StepPlan:
         """Return the plan of a step: loads to begin, and blocks that are full when it has been computed."""
@@ -191,6 +196,8 @@ class SchedulerSide:
         if self._speeds is not None:
             self._speeds.end_load(request_id, is_whole=False)
         self.lookups.forget(request_id)
+        if not any(other.pages for other in self._followed.values()):
+            self._may_wait = True
 
     def take_events(self) -> list[StoredBlocks | RemovedBlocks]:
         """Return what was stored and what has left the store since the last time."""
@@ -214,6 +221,7 @@ class SchedulerSide:
                 request,
                 self._identity.groups if found is None else found,
                 wishes,
+                trace_of(request),
                 wants_lookup=found is not None and wants_lookup,
                 wants_save=found is not None and wishes.wants_save,
             )
@@ -325,7 +333,7 @@ class SchedulerSide:
             self.lookups.note_saved(move.chain.keys)
             if self._events is not None:
                 self._note_planned(followed, move)
-        return Move(request_id, tuple(moves), followed.wishes.hints)
+        return Move(request_id, tuple(moves), followed.wishes.hints, followed.trace)
 
     def _note_planned(self, followed: _Followed, move: GroupMove) -> None:
         """Remember what the events of blocks say, for when they are stored."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.keys import PrefixChain
+from kvstore.tracing import TraceContext
 from kvstore_engine_adapter.block_transfers import GroupMove, Move
 from kvstore_engine_adapter.prefix_lookups import GroupChain, PrefixLookups
 from kvstore_engine_adapter.request_wishes import RequestWishes
@@ -43,6 +44,7 @@ class _Asking:
 
     groups: dict[int, GroupIdentity] | None
     wishes: RequestWishes
+    trace: TraceContext | None = None
     collected: dict[ChunkKey, None] = field(default_factory=dict)
     asked: tuple[tuple[ChunkKey, ...], ...] = ()
     found: dict[ChunkKey, bool] | None = None
@@ -71,10 +73,16 @@ class TierRequests:
         """Whether questions are at the store."""
         return any(self._requests[request_id].asked for request_id in self._open)
 
-    def begin(self, request_id: str, groups: Groups | None, wishes: RequestWishes) -> None:
-        """A request has come; ``groups`` None: it shares nothing."""
+    def begin(
+        self,
+        request_id: str,
+        groups: Groups | None,
+        wishes: RequestWishes,
+        trace: TraceContext | None = None,
+    ) -> None:
+        """A request has come, which belongs to the span ``trace``; ``groups`` None: it shares nothing."""
         by_index = None if groups is None else {group.index: group for group in groups}
-        self._requests[request_id] = _Asking(by_index, wishes)
+        self._requests[request_id] = _Asking(by_index, wishes, trace)
 
     def note_running(self, started: Collection[str], preempted: Collection[str]) -> None:
         """Learn which requests a step has begun to compute, and which it has put back."""
@@ -173,7 +181,7 @@ class TierRequests:
                 runs.append([])
             runs[-1].append((place, row))
         moves = tuple([self._group_move(asking, run) for run in runs])
-        return Move(job, moves, asking.wishes.hints)
+        return Move(job, moves, asking.wishes.hints, asking.trace)
 
     def _group_move(self, asking: _Asking, run: Sequence[tuple[tuple[int, int], int]]) -> GroupMove:
         """Name a run of chunks that follow one another; the one before them, if known, is their parent."""
@@ -202,7 +210,9 @@ class TierRequests:
         return place
 
     def _settle(self, request_id: str, asking: _Asking, *, patience_s: float) -> None:
-        blocks = self._lookups.blocks_after(request_id, 0, self._chains(asking), patience_s=patience_s)
+        blocks = self._lookups.blocks_after(
+            request_id, 0, self._chains(asking), patience_s=patience_s, trace=asking.trace
+        )
         if blocks is None:
             return
         self._open.pop(request_id, None)

@@ -76,8 +76,8 @@ class TierWork:
         """A request has come."""
         wishes = RequestWishes.read(context.kv_transfer_params)
         self._lookups.counts.add("bad_params", wishes.num_bad)
-        adapter = self._engine.forget_request(context.req_id)
-        self.requests.begin(context.req_id, self._groups.groups(adapter, wishes), wishes)
+        adapter, trace = self._engine.forget_request(context.req_id)
+        self.requests.begin(context.req_id, self._groups.groups(adapter, wishes), wishes, trace)
 
     def forget(self, request_id: str) -> None:
         """A request has ended; its jobs may still be under way."""

@@ -16,6 +16,7 @@ from kvstore.hints import Hints
 from kvstore.keys import PrefixChain
 from kvstore_engine_adapter.request_wishes import RequestWishes
 from tests.engine_adapter.vllm import vllm_stand_in
+from tests.engine_adapter.vllm.conftest import LOAD, LOOKUP, SAVE, TakeSpans, headers
 from tests.engine_adapter.vllm.engine_stand_in import PAGES, StandInEngine, hybrid_cache, plain_cache
 from tests.engine_adapter.vllm.vllm_stand_in import KVConnectorRole, Request, vllm_config
 from tests.store_damage import damage_memory
@@ -438,3 +439,38 @@ def test_hints_go_with_what_is_stored_and_what_is_loaded(
         engine.answer(request(name, **told(priority=2, is_one_off=True)))
         await_blocks(store, 9)
         assert heard == [Hints(priority=2, is_one_off=True)]
+
+
+def test_what_is_done_for_a_traced_request_lies_below_its_span(
+    make_engine: MakeEngine, store: StoreProcess, take_spans: TakeSpans
+) -> None:
+    engine = make_engine()
+    engine.answer(request("0-aa", trace_headers=headers()))
+    await_blocks(store, 9)
+    engine.close()
+    assert take_spans() >= {LOOKUP, SAVE}
+    fresh = make_engine()
+    fresh.answer(request("0-bb", trace_headers=headers()))
+    fresh.close()
+    spans = take_spans()
+    assert LOOKUP in spans
+    assert spans & LOAD
+
+
+def test_a_request_that_is_not_sampled_or_says_nonsense_has_no_spans(
+    make_engine: MakeEngine, store: StoreProcess, take_spans: TakeSpans
+) -> None:
+    engine = make_engine()
+    told: list[Any] = [
+        headers(is_sampled=False),
+        {"traceparent": "00-x"},
+        {"traceparent": 1},
+        {},
+        None,
+        "text",
+    ]
+    for at, one in enumerate(told):
+        engine.answer(request(f"0-{at}", seed=at, trace_headers=one))
+    await_blocks(store, 9 * len(told))
+    engine.close()
+    assert not take_spans()

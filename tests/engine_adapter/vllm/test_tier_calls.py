@@ -13,6 +13,7 @@ import kvstore_engine_adapter.vllm as package
 from kvstore import KVStore
 from kvstore.errors import InvalidConfig
 from tests.engine_adapter.vllm import vllm_stand_in
+from tests.engine_adapter.vllm.conftest import LOAD, LOOKUP, SAVE, TakeSpans, headers
 from tests.engine_adapter.vllm.engine_stand_in import FULL, WINDOWED, hybrid_cache, plain_cache
 from tests.engine_adapter.vllm.tier_stand_in import (
     CHUNK_BYTES,
@@ -265,6 +266,28 @@ def test_a_tier_that_shares_nothing_keeps_nothing_of_requests(connector: Any, st
     made.on_new_request(SimpleNamespace(request_id="a", lora_request=SimpleNamespace()))
     tiers.tier.on_new_request(context("a"))
     assert not engine.adapters
+
+
+def test_what_is_done_for_a_traced_request_lies_below_its_span(
+    connector: Any, store: StoreProcess, take_spans: TakeSpans
+) -> None:
+    made = connector(config_of(store), KVConnectorRole.SCHEDULER, plain_cache())
+    engine = made.given.kv_transfer_config.kv_connector_extra_config["secondary_tiers"][-1]["engine"]
+    spec = offloading_spec((0, tuple(FULL)))
+    tiers = StandInTiers(lambda view: package.KVStoreTier(spec, view, "kvstore", None, engine=engine))
+    for name in ("a", "b"):
+        made.on_new_request(SimpleNamespace(request_id=name, trace_headers=headers()))
+    save(tiers, context("a"))
+    asked = context("b")
+    tiers.tier.on_new_request(asked)
+    assert tiers.look_up(asked) == [HIT] * 9
+    tiers.submit(asked, asked.chunk_keys(), list(range(20, 29)), is_load=True)
+    assert tiers.finish().success
+    tiers.tier.shutdown()
+    spans = take_spans()
+    assert spans >= {LOOKUP, SAVE}
+    assert spans & LOAD
+    assert not engine.traces
 
 
 def test_without_the_connector_that_knows_the_model_nothing_is_shared(

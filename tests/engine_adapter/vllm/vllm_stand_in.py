@@ -167,6 +167,7 @@ class Request:
     kv_transfer_params: dict[str, Any] | None = None
     skip_reading_prefix_cache: bool = False
     session_id: str | None = None
+    trace_headers: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
         self.block_hashes = list(self._hashes())
