@@ -7,24 +7,19 @@ from typing import cast
 
 import numpy as np
 
-from kvstore.access_log import Access, AccessLog
 from kvstore.errors import NamespaceNotOpen
 from kvstore.granting import ReadyCopies
 from kvstore.keys import NamespaceDigest
 from kvstore.manager import BlockManager
-from kvstore.message_fields import ChainRequest
 from kvstore.messages import (
     Demote,
     Drop,
     Erase,
     Exists,
-    Fetch,
     Flush,
     LeaseChain,
     Leased,
-    Match,
     MatchAndLease,
-    Peek,
     Presence,
     Ready,
     ReadySlot,
@@ -32,9 +27,7 @@ from kvstore.messages import (
     Renewed,
     Report,
     Request,
-    Reserve,
     Seen,
-    Store,
     TierNames,
     Why,
     timeout_us,
@@ -48,25 +41,6 @@ UNTIMED_S = 10.0
 _MAX_LISTED_NAMESPACES = 256
 _GRACE_S = 0.25
 """How much longer than its time an operation that ends by itself in time is waited for."""
-
-
-_ACCESSES: dict[type[Request], Access] = {
-    Match: Access.LOOK,
-    MatchAndLease: Access.LOOK,
-    Peek: Access.PEEK,
-    Fetch: Access.TAKE,
-    LeaseChain: Access.TAKE,
-    Reserve: Access.STORE,
-    Store: Access.STORE,
-}
-"""What the requests of the data path do, for the access log."""
-
-
-def note_access(log: AccessLog, owner: Owner, request: Request) -> None:
-    """Note a request of the data path in the access log."""
-    access = _ACCESSES.get(type(request))
-    if access is not None and isinstance(request, ChainRequest | Store):
-        log.note(owner, access, request.about.chain, request.about.part)
 
 
 def answer_ready(found: ReadyCopies) -> Ready:

@@ -11,6 +11,7 @@ from kvstore.messages import (
     Peek,
     Request,
     Reserve,
+    Store,
 )
 from kvstore.results import Owner
 
@@ -22,6 +23,7 @@ _ACCESSES: dict[type[Request], Access] = {
     Fetch: Access.TAKE,
     LeaseChain: Access.TAKE,
     Reserve: Access.STORE,
+    Store: Access.STORE,
 }
 
 

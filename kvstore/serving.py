@@ -26,7 +26,6 @@ from kvstore.answering import (
     answer_seen,
     answer_sizes,
     control_limit_s,
-    note_access,
     ready_slots,
 )
 from kvstore.client_slots import ClientSlots
