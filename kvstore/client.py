@@ -488,7 +488,7 @@ class KVStore(RecordMethods):
         link = pool.take(call.deadline_s, is_control=call.is_control)
         try:
             link.give_back_idle()
-            if call.direct is not None and call.namespace in link.opened:
+            if call.direct is not None and call.namespace in link.opened and link.is_clean:
                 result = call.direct(link)
                 if result is not None:
                     return result

@@ -81,7 +81,8 @@ class ClientStats:
     data path that the server does not allow this caller (its key is gone, say); ``rejected`` those that it
     calls invalid, though nothing was wrong with them here: they were damaged on the way, or the two are of
     different versions; ``direct_blocks`` those read from shared memory without asking, ``untold_blocks`` of
-    them those that the server could not be told of, since it was behind with reading.
+    them those that the server could not be told of, since it was behind with reading (what was still to be
+    sent when a connection ended counts as told).
     """
 
     connects: int = 0

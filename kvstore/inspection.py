@@ -71,8 +71,14 @@ def _listed_are_ready(state: State) -> Iterator[str]:
     if listing is None:
         return
     for entry in state.directory.entries():
-        if listing.holds(entry.name) and (entry.shelf.is_stale or not entry.is_ready(top)):
+        found = listing.listed(entry.name)
+        if found is None:
+            continue
+        copy = entry.copies.get(top)
+        if entry.shelf.is_stale or copy is None or not entry.is_ready(top):
             yield f"block {entry.key.hex()[:12]}: clients find it in {top} without asking, and may not"
+        elif found != (copy.slot, copy.generation, copy.checksum):
+            yield f"block {entry.key.hex()[:12]}: clients find it in {top} elsewhere than it is"
 
 
 def _policies_agree(state: State) -> Iterator[str]:

@@ -197,21 +197,22 @@ class Link:
     def tell_if_heard(self, message: Request) -> bool:
         """As ``tell``, but wait for nothing: while the server is behind, it is kept for the next sending.
 
-        Returns False if too much is kept already; then it is lost.
+        Returns False if too much is kept already, or the connection is in doubt; then it is lost.
         """
-        if len(self._unsent) > _MAX_UNSENT_BYTES:
+        if not self._is_clean or len(self._unsent) > _MAX_UNSENT_BYTES:
             return False
         self._is_clean = False
         data = self._take_unsent() + encode_message(message, self._next_id)
         self._next_id += 1
+        sent = 0
         try:
             sent = self._sock.send(data)
-            if sent < len(data):
-                self._send_rest(memoryview(data)[sent:], time.monotonic() + _TELL_PATIENCE_S)
         except BlockingIOError:
-            self._unsent = data
-        except OSError:  # gone; or, as it timed out, half of a message is sent
+            pass
+        except OSError:
             return False
+        # What did not go out, were it half of a message, goes before all that is sent later.
+        self._unsent = data[sent:]
         self._is_clean = True
         return True
 
@@ -222,8 +223,9 @@ class Link:
     def give_back_idle(self) -> None:
         """Give slots back that were lent ahead and lie unused."""
         stock = self.stock
-        if stock is not None and stock.idle_from_s <= time.monotonic():
-            self.tell(ReturnSlots(tuple(stock.take_idle())))
+        if stock is None or stock.idle_from_s > time.monotonic() or len(self._unsent) > _MAX_UNSENT_BYTES:
+            return
+        self.tell_if_heard(ReturnSlots(tuple(stock.take_idle())))
 
     def close(self) -> None:
         """Close the connection. Idempotent."""

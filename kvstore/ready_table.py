@@ -10,7 +10,8 @@ arena's instance and the era: what is torn, half written, of another table or of
 An entry is taken away before its block may not be served any more; where that is so of many at once, the era
 ends. It is a cache of what the server knows: what is not listed, it is asked for.
 
-The server makes the table and is the only one that can write it. The file is sealed against a change of size.
+The server makes the table and is the only one that can write it: the file is sealed against a change of
+size, and against being written by other ways than the server's mapping.
 """
 
 import fcntl
@@ -49,7 +50,12 @@ BEAT_PATIENCE_NS = 1_000_000_000
 MAX_DIRECT_BLOCKS = 64
 """Most blocks of a request that are looked for in the table, or listed at once."""
 
-_MIN_ENTRIES, _MAX_ENTRIES = 1024, 262_144
+_MIN_ENTRIES, _MAX_ENTRIES = 1024, 2_097_152
+_F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; the module fcntl does not name it
+
+TABLE_SEALS = SEALS | _F_SEAL_FUTURE_WRITE
+"""Seals every table carries once the server has mapped it."""
+
 _BYTES_PER_ENTRY = 32 << 10
 _MAGIC = b"KVREADY\0"
 _VERSION = 1
@@ -144,8 +150,10 @@ class ReadyTable:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
             file_bytes = os.fstat(fd).st_size
             table_format = TableFormat.unpack(os.pread(fd, ALIGNMENT_BYTES, 0), file_bytes=file_bytes)
-            if seals & SEALS != SEALS:
-                raise ProtocolMismatch("ready table: the file that was sent may change its size")
+            if seals & TABLE_SEALS != TABLE_SEALS:
+                raise ProtocolMismatch(
+                    "ready table: the file that was sent may change its size, or be written"
+                )
             if table_format.instance != instance or len(instance) != INSTANCE_BYTES:
                 raise ProtocolMismatch("ready table: it is about another arena")
             mapping = mmap.mmap(fd, file_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)

@@ -290,10 +290,16 @@ class StoreServer:
     def _end_idle_connection(self) -> bool:
         """Make room for a client: end the connection that has been idle, holding nothing, for longest.
 
-        Slots that were lent to it ahead do not count; they stay its own until it is gone.
+        Slots that were lent to it ahead do not count; they stay its own until it is gone. So many such as are
+        a quarter of all that may be connected may be on their way; then only who holds nothing at all goes.
         """
-        idle = max(self._connections, key=lambda connection: connection.idle_s)
-        if idle.idle_s <= _IDLE_S:
+        may_hold = len(self._making_way) < max(1, self._max_connections // 4)
+        silent = [connection for connection in self._connections if connection.silent_s > _IDLE_S]
+        silent.sort(key=lambda connection: connection.silent_s, reverse=True)
+        idle = next(
+            (one for one in silent if (may_hold or not one.holds_anything) and one.idle_s > _IDLE_S), None
+        )
+        if idle is None:
             return False
         self.counters.idle_ended += 1
         self._forget_connection(idle)

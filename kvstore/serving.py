@@ -229,7 +229,17 @@ class Connection(asyncio.BufferedProtocol):
         """
         if self._in_flight or not self._slots.are_all_ahead:
             return 0.0
+        return self.silent_s
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the client was last heard."""
         return time.monotonic() - self._heard_s
+
+    @property
+    def holds_anything(self) -> bool:
+        """Whether the client has leases or lent slots."""
+        return self._manager.has_anything(self._owner)
 
     async def drain(self) -> None:
         """Refuse new requests and wait until those under way are answered."""

@@ -284,10 +284,12 @@ class State:
             copy = entry.copies.get(top)
             if copy is None or copy.state is not CopyState.READY or not directory.is_current(entry.shelf):
                 continue
-            if copy.slot is None or copy.checksum is None or listing.holds(entry.name):
+            if copy.slot is None or copy.checksum is None:
                 continue
             if copy.generation is None:
                 copy.generation = self.top.generation(copy.slot)
+            if listing.listed(entry.name) == (copy.slot, copy.generation, copy.checksum):
+                continue
             listing.add(
                 entry.name,
                 copy.slot,

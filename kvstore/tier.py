@@ -399,8 +399,8 @@ class Listing(Protocol):
     ) -> None:
         """List a READY block."""
 
-    def holds(self, name: StorageKey) -> bool:
-        """Whether a block is listed."""
+    def listed(self, name: StorageKey) -> tuple[int, int, int] | None:
+        """Return the slot, generation and checksum that a block is listed with; None: it is not."""
 
     def remove(self, name: StorageKey) -> None:
         """List a block no more."""

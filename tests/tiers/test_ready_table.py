@@ -1,6 +1,7 @@
 """The table of READY blocks: nothing but a whole entry of this table and this era is ever found."""
 
 import fcntl
+import mmap
 import os
 import threading
 import time
@@ -12,13 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.arena_view import SEALS
+from kvstore.arena_view import SEALS, open_read_only
 from kvstore.errors import ProtocolMismatch
 from kvstore.keys import BlockKey
 from kvstore.ready_table import (
     BUCKET_BYTES,
     ENTRY_BYTES,
     SEALED_BYTES,
+    TABLE_SEALS,
     ReadyTable,
     TableFormat,
     bucket_offset,
@@ -63,6 +65,12 @@ class Table:
     ) -> list[tuple[int, int, int]] | None:
         keys = [key(number, bucket) for number in numbers]
         return self.reader.find(keys, NAME_END, length_bytes, self.era)
+
+    def scribble(self, data: bytes, offset: int) -> None:
+        """Write into the table as only its server can."""
+        mapping = self.listing._map
+        assert mapping is not None
+        mapping[offset : offset + len(data)] = data
 
     def at(self, *, entry: int = 0, bucket: int = 5) -> int:
         """Where an entry of a bucket is in the file."""
@@ -138,7 +146,6 @@ def test_an_earlier_era_is_over_for_whoever_looks_and_whoever_has_looked(table: 
     table.listing.begin_era()
 
     assert table.find(1) is None
-    assert table.reader.find([key(1)], NAME_END, LENGTH, before) is None
     assert not table.reader.is_of_era(before)
     assert table.reader.is_of_era(table.era)
 
@@ -147,7 +154,7 @@ def test_an_entry_of_an_earlier_era_is_not_found_in_a_later_one(table: Table) ->
     table.add(1)
     entry = os.pread(table.listing.fd, ENTRY_BYTES, table.at())
     table.listing.begin_era()
-    os.pwrite(table.listing.fd, entry, table.at())
+    table.scribble(entry, table.at())
 
     assert table.find(1) is None
 
@@ -155,7 +162,7 @@ def test_an_entry_of_an_earlier_era_is_not_found_in_a_later_one(table: Table) ->
 def test_an_entry_of_another_arena_is_not_found(table: Table) -> None:
     other = Table(OTHER)
     other.add(1)
-    os.pwrite(table.listing.fd, os.pread(other.listing.fd, ENTRY_BYTES, other.at()), table.at())
+    table.scribble(os.pread(other.listing.fd, ENTRY_BYTES, other.at()), table.at())
     other.listing.close()
 
     assert table.find(1) is None
@@ -163,7 +170,7 @@ def test_an_entry_of_another_arena_is_not_found(table: Table) -> None:
 
 def test_a_key_that_stands_before_what_belongs_to_another_is_not_found(table: Table) -> None:
     table.add(1)
-    os.pwrite(table.listing.fd, key(2), table.at())
+    table.scribble(key(2), table.at())
 
     assert table.find(2) is None
 
@@ -174,7 +181,7 @@ def test_an_entry_with_a_flipped_bit_is_not_found(bit: int) -> None:
     table.add(1)
     at = table.at() + bit // 8
     (byte,) = os.pread(table.listing.fd, 1, at)
-    os.pwrite(table.listing.fd, bytes([byte ^ 1 << bit % 8]), at)
+    table.scribble(bytes([byte ^ 1 << bit % 8]), at)
 
     assert table.find(1) is None
     table.listing.close()
@@ -188,7 +195,7 @@ def test_an_entry_that_is_half_written_is_not_found(cut: int) -> None:
     table.add(1, slot=2**40 - 1, payload_sum=2**64 - 1)
     new = os.pread(table.listing.fd, SEALED_BYTES, table.at())
     mixed = new[:cut] + old[cut:]
-    os.pwrite(table.listing.fd, mixed, table.at())
+    table.scribble(mixed, table.at())
 
     whole = {old: [(4096, 3, 1)], new: [(2**40 - 1, 3, 2**64 - 1)]}
     assert table.find(1) == whole.get(mixed)
@@ -257,17 +264,17 @@ def test_a_listing_without_memory_lists_nothing() -> None:
     listing.begin_era()
     listing.close()
 
-    assert not listing.holds(StorageKey(key(1) + NAME_END))
+    assert listing.listed(StorageKey(key(1) + NAME_END)) is None
 
 
 @pytest.mark.parametrize(
-    ("capacity_bytes", "num_entries"), [(0, 1024), (64 << 20, 2048), (65 << 20, 4096), (1 << 40, 262_144)]
+    ("capacity_bytes", "num_entries"), [(0, 1024), (64 << 20, 2048), (65 << 20, 4096), (1 << 40, 2_097_152)]
 )
 def test_there_are_two_entries_for_64_kib_within_bounds(capacity_bytes: int, num_entries: int) -> None:
     assert TableFormat.for_arena(capacity_bytes, INSTANCE).num_entries == num_entries
 
 
-def _memfd(data: bytes, *, seals: int = SEALS) -> int:
+def _memfd(data: bytes, *, seals: int = TABLE_SEALS) -> int:
     fd = os.memfd_create("no-table", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.write(fd, data)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
@@ -281,16 +288,17 @@ WHOLE = FORMAT.pack().ljust(FORMAT.total_bytes, b"\0")
 @pytest.mark.parametrize(
     ("data", "seals", "message"),
     [
-        pytest.param(b"", SEALS, "none", id="empty"),
-        pytest.param(os.urandom(1 << 16), SEALS, "none", id="garbage"),
-        pytest.param(WHOLE[:-1], SEALS, "does not fit", id="truncated"),
-        pytest.param(WHOLE + bytes(ENTRY_BYTES), SEALS, "does not fit", id="longer"),
-        pytest.param(WHOLE[:8] + b"\2" + WHOLE[9:], SEALS, "version 2", id="version"),
-        pytest.param(WHOLE[:30] + b"\xff" + WHOLE[31:], SEALS, "does not fit", id="damaged"),
+        pytest.param(b"", TABLE_SEALS, "none", id="empty"),
+        pytest.param(os.urandom(1 << 16), TABLE_SEALS, "none", id="garbage"),
+        pytest.param(WHOLE[:-1], TABLE_SEALS, "does not fit", id="truncated"),
+        pytest.param(WHOLE + bytes(ENTRY_BYTES), TABLE_SEALS, "does not fit", id="longer"),
+        pytest.param(WHOLE[:8] + b"\2" + WHOLE[9:], TABLE_SEALS, "version 2", id="version"),
+        pytest.param(WHOLE[:30] + b"\xff" + WHOLE[31:], TABLE_SEALS, "does not fit", id="damaged"),
         pytest.param(WHOLE, 0, "change its size", id="unsealed"),
+        pytest.param(WHOLE, SEALS, "be written", id="writable"),
         pytest.param(
             replace(FORMAT, instance=OTHER).pack().ljust(FORMAT.total_bytes, b"\0"),
-            SEALS,
+            TABLE_SEALS,
             "another arena",
             id="another",
         ),
@@ -318,3 +326,40 @@ def test_neither_side_lets_the_table_into_a_core_dump(table: Table) -> None:
 
     assert flags
     assert all("dd" in each for each in flags)
+
+
+def test_nobody_who_was_sent_the_table_can_write_it(table: Table) -> None:
+    sent = open_read_only(table.listing.fd)
+    again = os.open(f"/proc/self/fd/{sent}", os.O_RDWR)
+    try:
+        with pytest.raises(OSError, match="not permitted"):
+            os.pwrite(again, b"x", table.at())
+        with pytest.raises(PermissionError):
+            mmap.mmap(again, 4096, flags=mmap.MAP_SHARED)
+    finally:
+        os.close(again)
+        os.close(sent)
+
+
+def test_entries_of_an_earlier_era_make_room_for_new_ones(table: Table) -> None:
+    table.add(1)
+    table.add(2)
+    table.listing.begin_era()
+    table.add(3)
+    table.add(4)
+
+    assert table.find(3, 4) is not None
+    assert table.listing.listed(StorageKey(key(1) + NAME_END)) is None
+
+
+def test_a_block_of_an_earlier_era_is_listed_again_in_its_place(table: Table) -> None:
+    table.add(1)
+    table.listing.begin_era()
+
+    assert table.listing.listed(StorageKey(key(1) + NAME_END)) is None
+
+    table.add(1, slot=12288)
+
+    found = table.listing.listed(StorageKey(key(1) + NAME_END))
+    assert found is not None
+    assert found[0] == 12288

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import xxhash
 
-from kvstore.arena_view import SEALS
 from kvstore.keys import KEY_BYTES
 from kvstore.ready_table import (
     BEAT_OFFSET,
@@ -16,21 +15,21 @@ from kvstore.ready_table import (
     ERA_OFFSET,
     FIELDS,
     SEALED_BYTES,
+    TABLE_SEALS,
+    Listed,
     TableFormat,
     bucket_offset,
 )
-from kvstore.tier import ALIGNMENT_BYTES, STORAGE_KEY_BYTES, Slot, StorageKey
+from kvstore.tier import STORAGE_KEY_BYTES, Slot, StorageKey
 
 _NOTHING = bytes(ENTRY_BYTES)
-_WIPE_BYTES = 1 << 20
-_FREE = bytes(STORAGE_KEY_BYTES)
 
 
 class ReadyListing:
     """Writes the table. One event loop's thread; without memory, before ``open``, it lists nothing.
 
-    An entry that is not written whole when somebody reads it has no valid seal. Entries are bytes in a
-    memory that only this process can write, so what stands there can be trusted here.
+    An entry that is not written whole when somebody reads it has no valid seal. The memory is sealed so that
+    no mapping but this one can write it, not even of who has the file: what stands there can be trusted here.
     """
 
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -43,14 +42,14 @@ class ReadyListing:
         """File descriptor of the table, readable and writable; owned by the listing. -1: there is none."""
 
     def open(self, table_format: TableFormat) -> None:
-        """Get the memory. Raises OSError if it cannot be had."""
+        """Get the memory. Raises OSError if it cannot be had, or not be sealed against others."""
         fd = os.memfd_create("kvstore-ready", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, table_format.total_bytes)
             os.pwrite(fd, table_format.pack(), 0)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             mapping = mmap.mmap(fd, table_format.total_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             mapping.madvise(mmap.MADV_DONTDUMP)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, TABLE_SEALS)
         except BaseException:
             os.close(fd)
             raise
@@ -75,18 +74,25 @@ class ReadyListing:
         if mapping is None:
             return
         at = bucket_offset(name, name[KEY_BYTES:], self._format.mask)
-        first = mapping[at : at + STORAGE_KEY_BYTES]
-        if first != name:
+        first = mapping[at : at + SEALED_BYTES]
+        if not first.startswith(name):
             other = at + ENTRY_BYTES
-            if first != _FREE or mapping[other : other + STORAGE_KEY_BYTES] == name:
+            if mapping[other : other + STORAGE_KEY_BYTES] == name or self._is_of_this_era(first):
                 at = other
         fields = FIELDS.pack(name, slot, payload_sum, generation, length_bytes)
         seal = xxhash.xxh3_64_intdigest(fields, self._seed)
         mapping[at : at + SEALED_BYTES] = fields + seal.to_bytes(8, "little")
 
-    def holds(self, name: StorageKey) -> bool:
-        """Whether a block is listed."""
-        return bool(self._find(name))
+    def listed(self, name: StorageKey) -> Listed | None:
+        """Return where a block is listed to be: slot, generation and checksum; None: it is not."""
+        at = self._find(name)
+        if not at or self._map is None:
+            return None
+        entry = self._map[at : at + SEALED_BYTES]
+        if not self._is_of_this_era(entry):
+            return None
+        _, slot, payload_sum, generation, _ = FIELDS.unpack_from(entry)
+        return slot, generation, payload_sum
 
     def remove(self, name: StorageKey) -> None:
         """List a block no more: nobody who looks from now on finds it."""
@@ -96,18 +102,13 @@ class ReadyListing:
 
     def begin_era(self) -> None:
         """List nothing of what was listed, from now on."""
-        mapping = self._map
-        if mapping is None or self._is_retired:
+        if self._map is None or self._is_retired:
             return
+        # No entry that is there has a seal of the new era: it makes room for others.
         self._era += 1
         self._seed = self._format.seed(self._era)
         self._write_live(self._era, ERA_OFFSET)
         self.beat()
-        # No old entry has a seal of this era; they are wiped to make room.
-        nothing = bytes(_WIPE_BYTES)
-        for start in range(ALIGNMENT_BYTES, self._format.total_bytes, _WIPE_BYTES):
-            stop = min(start + _WIPE_BYTES, self._format.total_bytes)
-            mapping[start:stop] = nothing[: stop - start]
 
     def beat(self) -> None:
         """Say that the server lives, and so that what it lists holds."""
@@ -123,6 +124,9 @@ class ReadyListing:
         # A slice is written by one store of eight bytes; pack_into would write byte by byte.
         if self._map is not None:
             self._map[offset : offset + 8] = value.to_bytes(8, "little")
+
+    def _is_of_this_era(self, entry: bytes) -> bool:
+        return int.from_bytes(entry[-8:], "little") == xxhash.xxh3_64_intdigest(entry[:-8], self._seed)
 
     def _find(self, name: StorageKey) -> int:
         mapping = self._map
