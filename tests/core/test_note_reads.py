@@ -200,3 +200,18 @@ async def test_a_check_finds_a_block_that_is_listed_and_may_not_be_served():
 
         assert len(problems) == 1
         assert "without asking" in problems[0]
+
+
+async def test_a_check_finds_a_block_that_is_listed_elsewhere_and_the_next_listing_mends_it():
+    async with running() as store:
+        await store.put(CHAIN)
+        listing, name = store.dram.listing, CHAIN.keys[3] + NAME_END
+        listing.add(name, 4096, generation=1, payload_sum=1, length_bytes=BLOCK_BYTES)
+        problems = await store.manager.check()
+
+        assert len(problems) == 1
+        assert "elsewhere" in problems[0]
+
+        store.manager.peek_at_once(CHAIN)
+
+        assert await store.manager.check() == []

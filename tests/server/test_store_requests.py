@@ -259,6 +259,25 @@ async def test_an_idle_client_with_a_stock_makes_way_and_its_slots_are_nobodys_b
             _answered(answer, stored=0, slots=64)
 
 
+async def test_of_clients_with_a_stock_only_so_many_make_way_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.server._IDLE_S", 0.0)
+    path = tmp_path / "kv.sock"
+    async with serving(_config(max_connections=1), socket_path=path) as server, RawClient(path) as idle:
+        await idle.greet()
+        await _stock(idle)
+        async with RawClient(path) as other:
+            await other.greet()
+            await _stock(other, first=600_000)
+            async with RawClient(path) as third:
+                refused = await third.answer()
+
+                assert refused is not None
+                assert isinstance(refused[1], Failed)
+                assert server.num_connections == 1
+
+
 async def test_a_server_stops_while_a_client_that_made_way_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
