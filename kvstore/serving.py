@@ -227,9 +227,7 @@ class Connection(asyncio.BufferedProtocol):
 
         Slots lent to it ahead are nothing.
         """
-        if self._in_flight or not self._slots.are_all_ahead:
-            return 0.0
-        return self.silent_s
+        return self.silent_s if not self._in_flight and self._slots.are_all_ahead else 0.0
 
     @property
     def silent_s(self) -> float:

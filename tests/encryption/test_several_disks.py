@@ -129,5 +129,6 @@ async def test_an_erasure_that_only_a_late_disk_knows_of_holds(tmp_path: Path) -
             let_go()
             await until(lambda: len(one.disks) == 2)
             await until(lambda: one.vault.is_erased(ANN.digest))
+            await until(lambda: one.dram.used_bytes == 0)
             await until(lambda: not one.is_clearing)
             assert await one.fetch(ANN, chain) == ([], MissReason.ERASED)
