@@ -53,7 +53,7 @@ async def match_cost(num_blocks: int, rounds: int, calls: int = 100) -> dict[str
     owner = manager.new_owner()
     lent = await manager.reserve(chain, owner=owner, timeout_s=60)
     slots = [block.slot for block in lent.slots]
-    manager.publish(chain, slots, owner=owner, checksums=[0] * len(slots))
+    manager.putter.publish(chain, slots, owner=owner, checksums=[0] * len(slots))
     for at in range(rounds):
         for which in (0, 1) if at % 2 else (1, 0):
             manager._state.branches = watched if which else None  # see above

@@ -44,6 +44,8 @@ class ClientSlots:
 
     def __init__(self, manager: BlockManager, owner: Owner) -> None:
         self._manager = manager
+        self._putter = manager.putter
+        self._ahead = self._putter.ahead
         self._owner = owner
         self._lent: dict[int, int] = {}
 
@@ -98,7 +100,7 @@ class ClientSlots:
             return self._stored(request, found, _last(self._publish(about, pieces)))
         ((first, slots, checksums),) = pieces
         chain = about.chain if len(slots) == len(request.slots) else about.chain[first : first + len(slots)]
-        published = self._manager.putter.publish_soon(
+        published = self._putter.publish_soon(
             chain, slots, owner=self._owner, checksums=checksums, part=about.part
         )
         return self._stored(request, found, published)
@@ -119,11 +121,11 @@ class ClientSlots:
 
     def _admit(self, request: Store) -> tuple[Admitted, list[_Piece]]:
         """Take the slots over; those of blocks that are not to be published are free then."""
-        about, putter, lent = request.about, self._manager.putter, self._lent
+        about, putter, lent = request.about, self._putter, self._lent
         columns = tuple(zip(*request.slots, strict=True)) or ((), (), ())
         slots, generations, checksums = cast("_Columns", columns)
         is_ours = tuple(map(lent.get, slots)) == generations
-        if not putter.ahead.are_lent_for(about.chain, about.part, slots, owner=self._owner) or not is_ours:
+        if not self._ahead.are_lent_for(about.chain, about.part, slots, owner=self._owner) or not is_ours:
             raise TimedOut("server: the slots are not lent to this client any more")
         found = putter.admit_written(about.chain, part=about.part, hints=request.hints)
         for slot in slots:
@@ -135,7 +137,7 @@ class ClientSlots:
             ]
         admitted = found.missing[: found.num_admitted]
         unused = set(range(len(slots))).difference(admitted)
-        self._manager.return_slots([slots[at] for at in unused], owner=self._owner)
+        self._putter.return_slots([slots[at] for at in unused], owner=self._owner)
         return found, _pieces([WrittenSlot(at, *request.slots[at]) for at in admitted])
 
     def _stored(self, request: Store, found: Admitted, published: Published) -> Stored:
@@ -148,7 +150,7 @@ class ClientSlots:
 
     def _with_slots_ahead(self, answer: Stored, about: ChainRef, count: int) -> Stored:
         """Lend slots for the client's next put, if they can be spared, and have the answer say so."""
-        lent = self._manager.putter.lend_ahead(about.chain, about.part, count, owner=self._owner)
+        lent = self._putter.lend_ahead(about.chain, about.part, count, owner=self._owner)
         if not lent:
             return answer
         self._lent.update(lent)
@@ -165,7 +167,7 @@ class ClientSlots:
             while left:
                 first, slots, checksums = left[0]
                 is_all = not first and len(slots) == len(about.chain.keys)
-                published = self._manager.publish(
+                published = self._putter.publish(
                     about.chain if is_all else about.chain[first : first + len(slots)],
                     slots,
                     owner=owner,
@@ -180,7 +182,7 @@ class ClientSlots:
             # What an owner had that has ended was given back with it.
             if left and self._manager.has_anything(owner):
                 rest = [slot for _, slots, _ in left for slot in slots]
-                self._manager.return_slots(rest, owner=owner)
+                self._putter.return_slots(rest, owner=owner)
 
     def _outcome(self, about: ChainRef, published: Published) -> int:
         if self._manager.has_ended(about.chain.namespace):
@@ -192,7 +194,7 @@ class ClientSlots:
     @property
     def are_all_ahead(self) -> bool:
         """Whether all that the client holds, if anything, are slots lent ahead."""
-        return self._manager.putter.ahead.are_all(self._owner)
+        return self._ahead.are_all(self._owner)
 
     def _take_all(self, request: Commit) -> list[WrittenSlot]:
         """Return those slots of a Commit that are lent to this client; they are not from then on."""
@@ -201,7 +203,7 @@ class ClientSlots:
     def take_back(self, request: ReturnSlots) -> None:
         """Take slots back that the client did not write into."""
         ours = [Slot(at.offset) for at in request.slots if self._take(at.offset, at.generation)]
-        self._manager.return_slots(ours, owner=self._owner)
+        self._putter.return_slots(ours, owner=self._owner)
 
     def _take(self, offset: int, generation: int) -> bool:
         """Whether a slot is lent to this client in that very generation; it is not from then on."""

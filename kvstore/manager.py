@@ -43,7 +43,6 @@ from kvstore.results import (
     MatchedLease,
     Owner,
     PrefixMatch,
-    Published,
     Reserved,
 )
 from kvstore.size_curve import SizeCurve
@@ -110,8 +109,13 @@ class BlockManager:
         self._closing: asyncio.Future[None] | None = None
         self._fetcher = Fetcher(self._state, self._loader, self._granter, self._upkeep.note_fill)
         self.note_reads = self._fetcher.note_reads
-        self.putter = Putter(self._state, self._space, self._mover, self._uses, self._upkeep.note_fill)
+        self._putter = Putter(self._state, self._space, self._mover, self._uses, self._upkeep.note_fill)
         self._departure = Departure(self._state, self._space, self._mover)
+
+    @property
+    def putter(self) -> Putter:
+        """What lends slots and publishes what was written into them, in more ways than are offered here."""
+        return self._putter
 
     async def open(self) -> None:
         """Open the tiers and learn what they hold.
@@ -316,7 +320,7 @@ class BlockManager:
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        return await self.putter.reserve(chain, owner=owner, part=part, timeout_s=timeout_s, hints=hints)
+        return await self._putter.reserve(chain, owner=owner, part=part, timeout_s=timeout_s, hints=hints)
 
     def reserve_at_once(
         self, chain: PrefixChain, *, owner: Owner, part: Part | None = None, hints: Hints | None = None
@@ -326,7 +330,7 @@ class BlockManager:
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        return self.putter.reserve_at_once(chain, owner=owner, part=part, hints=hints)
+        return self._putter.reserve_at_once(chain, owner=owner, part=part, hints=hints)
 
     def note_hints(self, chain: PrefixChain, hints: Hints, *, part: Part | None = None) -> None:
         """Tell the policies more of the future of stored blocks; it is no use of them.
@@ -334,7 +338,7 @@ class BlockManager:
         Raises:
             InvalidRequest: the namespace is not open.
         """
-        self.putter.note_hints(chain, hints, part=part)
+        self._putter.note_hints(chain, hints, part=part)
 
     async def reserve_unnamed(
         self, count: int, length_bytes: int, *, owner: Owner, timeout_s: float | None = None
@@ -345,7 +349,7 @@ class BlockManager:
             TierFull: there is no room for all of them by the timeout.
             InvalidRequest: the owner has ended.
         """
-        return await self.putter.reserve_unnamed(count, length_bytes, owner=owner, timeout_s=timeout_s)
+        return await self._putter.reserve_unnamed(count, length_bytes, owner=owner, timeout_s=timeout_s)
 
     def reserve_unnamed_at_once(
         self, count: int, length_bytes: int, *, owner: Owner, is_pressing: bool = False
@@ -357,7 +361,7 @@ class BlockManager:
         Raises:
             InvalidRequest: the owner has ended.
         """
-        return self.putter.reserve_unnamed_at_once(count, length_bytes, owner=owner, is_pressing=is_pressing)
+        return self._putter.reserve_unnamed_at_once(count, length_bytes, owner=owner, is_pressing=is_pressing)
 
     def commit(
         self,
@@ -378,30 +382,14 @@ class BlockManager:
         Raises:
             InvalidRequest: the namespace is not open, lengths differ, or a slot is too small for the block.
         """
-        return self.putter.commit(chain, slots, owner=owner, checksums=checksums, part=part)
-
-    def publish(
-        self,
-        chain: PrefixChain,
-        slots: Sequence[Slot],
-        *,
-        owner: Owner,
-        checksums: Sequence[int],
-        part: Part | None = None,
-    ) -> Published:
-        """As ``commit`` and then ``return_slots`` of the same slots, in one pass: nothing stays lent.
-
-        Raises:
-            InvalidRequest: as ``commit``; then every slot stays lent.
-        """
-        return self.putter.publish(chain, slots, owner=owner, checksums=checksums, part=part)
+        return self._putter.commit(chain, slots, owner=owner, checksums=checksums, part=part)
 
     def return_slots(self, slots: Sequence[Slot], *, owner: Owner) -> None:
         """Give lent slots back: unnamed ones are freed, published ones lose the owner's lease.
 
         A slot that is not lent to the owner (its deadline passed, say) is ignored and counted.
         """
-        self.putter.return_slots(slots, owner=owner)
+        self._putter.return_slots(slots, owner=owner)
 
     def release(self, lease: LeaseId, *, owner: Owner | None = None) -> None:
         """End a lease. One that has ended, or that is another owner's, is ignored and counted."""
@@ -453,7 +441,7 @@ class BlockManager:
 
     async def drain(self, *, timeout_s: float) -> int:
         """Take no more blocks, and write down what only the top tier has; returns how many are left over."""
-        self.putter.is_draining = True
+        self._putter.is_draining = True
         return await self._departure.drain(timeout_s=timeout_s)
 
     async def advance_epoch(self, model: str) -> int:

@@ -1,7 +1,7 @@
 """What an access log is told of requests: those of the data path, by what they do."""
 
 from kvstore.access_log import Access, AccessLog
-from kvstore.message_fields import ChainRef
+from kvstore.message_fields import ChainRequest
 from kvstore.messages import (
     Fetch,
     LeaseChain,
@@ -30,6 +30,5 @@ _ACCESSES: dict[type[Request], Access] = {
 def note_access(log: AccessLog, owner: Owner, request: Request) -> None:
     """Tell the log of a client's request, if it is one of the data path."""
     access = _ACCESSES.get(type(request))
-    about = getattr(request, "about", None)
-    if access is not None and isinstance(about, ChainRef):
-        log.note(owner, access, about.chain, about.part)
+    if access is not None and isinstance(request, ChainRequest | Store | NoteReads):
+        log.note(owner, access, request.about.chain, request.about.part)

@@ -1,8 +1,9 @@
 """Stock: slots that a server lent to a client's connection before they were needed.
 
-A put of few blocks writes into them and is over in one exchange. They are lent slots like any others: they
-end with the connection, and in time. So that a client with nothing to put keeps none for long, it
-asks for some only while its puts follow each other, and gives back at its next call what lay unused.
+A put of few blocks writes into them and is over in one exchange. They are lent slots like any others: past
+their deadline nothing can be published of them, but they stay lent until they are given back or the
+connection ends. A client asks for some only while its puts follow each other, and gives back at its next call
+what lay unused; one that calls no more keeps them as long as it is connected.
 """
 
 import math

@@ -144,9 +144,8 @@ class ZmqPublisher:
 
     def _take(self, batch: EventBatch) -> None:
         if batch.lost:
-            self._keep(
-                [ALL_CLEARED]
-            )  # not sent: whoever counts sees that a number is missing, and asks for it
+            # Not sent: whoever counts sees that a number is missing, and asks for it.
+            self._keep([ALL_CLEARED])
         words = self._settings.media
         events: list[Mapping[str, object]] = []
         for event in batch.events:

@@ -28,7 +28,7 @@ async def write(store, blocks, slots):
 
 def publish(store, blocks, slots):
     sums = [checksum(payload(key)) for key in blocks.keys]
-    return store.manager.publish(blocks, slots, owner=store.owner, checksums=sums)
+    return store.manager.putter.publish(blocks, slots, owner=store.owner, checksums=sums)
 
 
 async def test_an_owner_has_its_share_and_all_of_them_a_sixteenth():

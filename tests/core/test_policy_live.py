@@ -89,7 +89,7 @@ async def drive(name, requests, *, capacity_blocks=CAPACITY_BLOCKS):
             first = reserved.slots[0].position
             part = chain[first : first + len(reserved.slots)]
             slots = [slot.slot for slot in reserved.slots]
-            manager.publish(part, slots, owner=owner, checksums=[PAYLOAD_SUM] * len(slots))
+            manager.putter.publish(part, slots, owner=owner, checksums=[PAYLOAD_SUM] * len(slots))
     assert manager.stats()["puts_blocks"].get("not_admitted", 0) == refused
     assert await manager.check(sample_blocks=0) == []
     await manager.close()

@@ -60,7 +60,7 @@ async def turns_until(is_so):
 async def fill(manager, owner, chain):
     reserved = await manager.reserve(chain, owner=owner, timeout_s=30)
     slots = [slot.slot for slot in reserved.slots]
-    manager.publish(chain[: len(slots)], slots, owner=owner, checksums=[ZERO_SUM] * len(slots))
+    manager.putter.publish(chain[: len(slots)], slots, owner=owner, checksums=[ZERO_SUM] * len(slots))
     return len(slots)
 
 

@@ -164,7 +164,7 @@ class Cluster:
         return {
             "calls": sum((replica.calls for replica in self.replicas), Counter()),
             "durable": len(self.ledger.durable()),
-            "latest_s": max(replica.longest_late_s for replica in self.replicas),
+            "longest_late_s": max(replica.longest_late_s for replica in self.replicas),
             "ended": [ended for node in self.nodes for ended in node.ended],
         }
 

@@ -41,6 +41,14 @@ TOGETHER = {
         {"events": {"enabled": True, "keysSecret": "k", "clients": ["a"], "open": True}},
         "one of events.keysSecret and events.open",
     ),
+    "open events for some": (
+        {"events": {"enabled": True, "clients": ["a"], "open": True}},
+        "events.clients keeps out nobody",
+    ),
+    "open events without a policy": (
+        {"events": {"enabled": True, "open": True}, "networkPolicy": {"enabled": False}},
+        "events.open without networkPolicy.enabled",
+    ),
     "two master keys": ({"encryption": {"existingSecret": "k", "text": "x"}}, "one of encryption.existing"),
     "no issuer": ({"certManager": {"enabled": True}}, "needs certManager.issuerRef.name"),
     "no address": ({"redis": {"mode": "external"}}, "redis.external.url is required"),

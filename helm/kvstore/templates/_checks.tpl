@@ -17,6 +17,12 @@
 {{- if and $v.events.open $v.events.keysSecret -}}
 {{- fail "kvstore: give one of events.keysSecret and events.open" -}}
 {{- end -}}
+{{- if and $v.events.open $v.events.clients -}}
+{{- fail "kvstore: events.open lets in everybody, so events.clients keeps out nobody: give one of them" -}}
+{{- end -}}
+{{- if and $v.events.enabled $v.events.open (not $v.networkPolicy.enabled) -}}
+{{- fail "kvstore: events.open without networkPolicy.enabled lets in everybody: give events.keysSecret and events.clients instead" -}}
+{{- end -}}
 {{- if and $v.encryption.existingSecret $v.encryption.text -}}
 {{- fail "kvstore: give one of encryption.existingSecret and encryption.text" -}}
 {{- end -}}
