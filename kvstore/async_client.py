@@ -32,6 +32,8 @@ from kvstore.transfer import Buffer
 T = TypeVar("T")
 
 _COPY_THREADS = 2
+_TURN_S = 500e-6
+"""How long calls that wait for nothing may keep the event loop from others."""
 
 
 class AsyncKVStore(AsyncRecordMethods):
@@ -60,6 +62,7 @@ class AsyncKVStore(AsyncRecordMethods):
         self._attempt: asyncio.Task[AsyncLink] | None = None
         self._copiers = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="kvstore-copy")
         self._is_closed = False
+        self._turn_until_s = 0.0
 
     @classmethod
     async def connect(
@@ -502,6 +505,7 @@ class AsyncKVStore(AsyncRecordMethods):
         if call.direct is not None and call.direct_bytes <= INLINE_BYTES and call.namespace in link.opened:
             result = call.direct(link)
             if result is not None:
+                await self._let_others_run()
                 return result
         try:
             space = None if call.namespace is None else self._state.namespace(call.namespace)
@@ -515,6 +519,13 @@ class AsyncKVStore(AsyncRecordMethods):
                 self._link = None
             await link.close()
             raise
+
+    async def _let_others_run(self) -> None:
+        """Give the event loop a turn if calls that waited for nothing have kept it from others for long."""
+        now_s = time.monotonic()
+        if now_s >= self._turn_until_s:
+            await asyncio.sleep(0)
+            self._turn_until_s = time.monotonic() + _TURN_S
 
     async def _open_link(self, deadline_s: float, *, is_control: bool) -> AsyncLink:
         """Return the connection, made if there is none; one caller makes it, the others wait for it."""

@@ -197,24 +197,32 @@ class Link:
     def tell_if_heard(self, message: Request) -> bool:
         """As ``tell``, but wait for nothing: while the server is behind, it is kept for the next sending.
 
-        Returns False if too much is kept already, or the connection is in doubt; then it is lost.
+        Returns False if too much is kept still, or the connection is in doubt; then it is lost.
         """
+        if len(self._unsent) > _MAX_UNSENT_BYTES:
+            self._send_kept()
         if not self._is_clean or len(self._unsent) > _MAX_UNSENT_BYTES:
             return False
-        self._is_clean = False
-        data = self._take_unsent() + encode_message(message, self._next_id)
+        self._unsent += encode_message(message, self._next_id)
         self._next_id += 1
+        self._send_kept()
+        return self._is_clean
+
+    def _send_kept(self) -> None:
+        """Send as much of what is kept as goes out at once."""
+        if not self._is_clean:
+            return
+        self._is_clean = False
         sent = 0
         try:
-            sent = self._sock.send(data)
+            sent = self._sock.send(self._unsent)
         except BlockingIOError:
             pass
         except OSError:
-            return False
+            return
         # What did not go out, were it half of a message, goes before all that is sent later.
-        self._unsent = data[sent:]
+        self._unsent = self._unsent[sent:]
         self._is_clean = True
-        return True
 
     def _take_unsent(self) -> bytes:
         unsent, self._unsent = self._unsent, b""
@@ -223,9 +231,12 @@ class Link:
     def give_back_idle(self) -> None:
         """Give slots back that were lent ahead and lie unused."""
         stock = self.stock
-        if stock is None or stock.idle_from_s > time.monotonic() or len(self._unsent) > _MAX_UNSENT_BYTES:
+        if stock is None or stock.idle_from_s > time.monotonic():
             return
-        self.tell_if_heard(ReturnSlots(tuple(stock.take_idle())))
+        if len(self._unsent) > _MAX_UNSENT_BYTES:
+            self._send_kept()
+        if len(self._unsent) <= _MAX_UNSENT_BYTES:
+            self.tell_if_heard(ReturnSlots(tuple(stock.take_idle())))
 
     def close(self) -> None:
         """Close the connection. Idempotent."""

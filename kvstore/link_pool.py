@@ -15,6 +15,9 @@ MAX_LINKS = 16
 """Connections one client holds at most for calls of one thread each; further threads wait their turn, within
 their call's time. One more is shared by everything that is held: leases and reserved slots."""
 
+_LOOK_S = 1.0
+"""How often connections that nobody uses give back slots that lie unused in them."""
+
 
 class LinkPool:
     """Connections of one process: some used by one call at a time, and one that is shared. Thread-safe."""
@@ -31,6 +34,7 @@ class LinkPool:
         self._shared: SharedLink | None = None
         self._sharing = threading.Lock()
         self._is_closed = False
+        self._look_at_s = 0.0
         self._changed = threading.Condition()
 
     def shared(self, deadline_s: float, holder: Connection | None) -> SharedLink:
@@ -92,6 +96,8 @@ class LinkPool:
             InvalidRequest: the client is closed.
             ServerUnavailable: no server answers (TimedOut: in time, or none becomes free in time).
         """
+        if time.monotonic() >= self._look_at_s:
+            self._give_back_idle()
         while True:
             link = self._pop_idle() or self._wait_for_link(deadline_s, is_control=is_control)
             if link is None:
@@ -169,6 +175,17 @@ class LinkPool:
     def _close_idle_if_closed(self) -> None:
         while self._is_closed and (link := self._pop_idle()) is not None:
             self._close(link)
+
+    def _give_back_idle(self) -> None:
+        """Have connections that wait to be used give back what was lent to them ahead."""
+        self._look_at_s = time.monotonic() + _LOOK_S
+        for _ in range(len(self._idle)):
+            try:
+                link = self._idle.pop(0)
+            except IndexError:
+                return
+            link.give_back_idle()
+            self.give_back(link)
 
     def _pop_idle(self) -> Link | None:
         try:

@@ -40,6 +40,9 @@ _GREETING_TIMEOUT_S = 2.0
 _IDLE_S = 10.0
 """How long a connection must have been silent, holding nothing, to make way when there is no room."""
 
+_MIN_MAKING_WAY = 8
+"""As many connections, or a quarter of all that may be, may have made way and still hold what is theirs."""
+
 _LATE_S = 2.0
 _BEAT_S = 0.1
 _PEER = struct.Struct("3i")
@@ -290,10 +293,10 @@ class StoreServer:
     def _end_idle_connection(self) -> bool:
         """Make room for a client: end the connection that has been idle, holding nothing, for longest.
 
-        Slots that were lent to it ahead do not count; they stay its own until it is gone. So many such as are
-        a quarter of all that may be connected may be on their way; then only who holds nothing at all goes.
+        Slots that were lent to it ahead do not count; they stay its own until it is gone. While many such are
+        on their way only who holds nothing at all goes.
         """
-        may_hold = len(self._making_way) < max(1, self._max_connections // 4)
+        may_hold = len(self._making_way) < max(_MIN_MAKING_WAY, self._max_connections // 4)
         silent = [connection for connection in self._connections if connection.silent_s > _IDLE_S]
         silent.sort(key=lambda connection: connection.silent_s, reverse=True)
         idle = next(

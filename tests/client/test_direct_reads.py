@@ -1,6 +1,7 @@
 """Blocks that clients read without asking: found only while they may be served, and told of afterwards."""
 
 import array
+import asyncio
 import fcntl
 import gc
 import os
@@ -162,6 +163,25 @@ async def test_a_block_that_was_dropped_is_not_read_by_whoever_dropped_it(
         assert await client.get_block(chain[:1]) is not None
         assert await client.drop(chain[:1]) == 1
         assert await client.get_block(chain[:1]) is None
+
+
+async def test_a_task_that_reads_without_asking_keeps_the_loop_from_nobody(
+    store: StoreProcess, chain: PrefixChain, payloads: Payloads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.async_client._TURN_S", 0.0)
+    async with await AsyncKVStore.connect(store.socket_path, timeout_s=60) as client:
+        await client.open_namespace(NAMESPACE)
+        await client.put(chain[:2], payloads[:2])
+        await _listed(client, chain[:2])
+        others = asyncio.create_task(client.exists(chain))
+        num_reads, before = 0, client.client_stats()
+        while not others.done() and num_reads < 100_000:
+            num_reads += 1
+            assert len(await client.get(chain[:2])) == 2
+
+        assert others.done()
+        assert client.client_stats().direct_blocks - before.direct_blocks == 2 * num_reads
+        assert client.client_stats().untold_blocks == 0
 
 
 @in_shared_memory
@@ -489,7 +509,9 @@ def test_what_cannot_be_told_is_counted(
     one = chain[:1]
     sync_client.put(one, payloads[:1])
     _read_in_time(link, state, one)
-    link._unsent = encode_message(OpenNamespace(NAMESPACE), 7) * 1000
+    store.pause()
+    link._unsent = encode_message(OpenNamespace(NAMESPACE), 7) * 10_000  # more than a socket takes
 
     _read_in_time(link, state, one)
+    store.resume()
     assert (state.stats.direct_blocks, state.stats.untold_blocks) == (2, 1)

@@ -1,5 +1,6 @@
 """What a blocking connection tells without waiting, while the server is behind with reading."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -119,6 +120,24 @@ def test_idle_slots_that_do_not_go_out_at_once_follow_later(ends: tuple[Link, Se
     received += [server.next_request()[1] for _ in range(3)]
 
     assert received == [NOTE] * num_told + [ReturnSlots((slot,)), NOTE]
+
+
+def test_who_only_tells_goes_on_when_the_server_has_caught_up(ends: tuple[Link, Server]) -> None:
+    link, server = ends
+    num_told = _tell_until_refused(link)
+    link.stock = None
+    sock = server.sock
+    sock.setblocking(False)
+    num_received, is_told_again = 0, False
+    while not is_told_again:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                assert server.next_request()[1] == NOTE
+                num_received += 1
+        is_told_again = link.tell_if_heard(NOTE)
+        assert num_received <= num_told
+
+    assert link.is_clean
 
 
 def test_a_connection_in_doubt_tells_nothing_and_stays_in_doubt(ends: tuple[Link, Server]) -> None:

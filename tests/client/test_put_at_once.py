@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -270,6 +271,32 @@ async def test_an_idle_stock_goes_back_at_the_next_call(
     assert sync_client.stats()["lent_ahead_bytes"] == 0
     assert sync_client.put(_chain(3), payloads).stored == 8
     assert sync_client.stats()["server"]["requests"].get("store", 0) == 0
+
+
+async def test_connections_that_nobody_uses_give_their_stock_back_too(
+    store: StoreProcess, sync_client: KVStore, payloads: Payloads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.stock._IDLE_S", 60.0)
+    many = threading.Barrier(4)
+
+    def put(first: int) -> None:
+        for number in (first, first + 1):
+            many.wait(60)
+            sync_client.put(_chain(number), payloads)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(put, range(10, 50, 10)))
+    idle = sync_client._pool._idle
+    assert len(idle) > 1
+    assert all(link.stock is not None for link in idle)
+    for link in idle:
+        link.stock.idle_from_s = 0.0
+        for lot in link.stock._lots.values():
+            lot.until_s = 0.0
+    sync_client._pool._look_at_s = 0.0
+
+    assert sync_client.stats()["lent_ahead_bytes"] == 0
+    assert len(sync_client._pool._idle) == len(idle)
 
 
 async def test_a_cancelled_put_gives_its_slots_back(

@@ -262,6 +262,7 @@ async def test_an_idle_client_with_a_stock_makes_way_and_its_slots_are_nobodys_b
 async def test_of_clients_with_a_stock_only_so_many_make_way_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kvstore.server._MIN_MAKING_WAY", 1)
     monkeypatch.setattr("kvstore.server._IDLE_S", 0.0)
     path = tmp_path / "kv.sock"
     async with serving(_config(max_connections=1), socket_path=path) as server, RawClient(path) as idle:
