@@ -30,7 +30,8 @@ def main() -> None:
         while not select.select([sys.stdin], [], [], 0)[0]:
             keys = tuple(BlockKey(os.urandom(32)) for _ in range(batch))
             chain = PrefixChain(namespace.digest, keys, BLOCK_TOKENS)
-            assert client.put(chain, payloads).stored == batch
+            put = client.put(chain, payloads)
+            assert put.stored == batch, put
             assert client.fetch_into(chain, target).blocks == batch
             client.drop(chain)
             if started_s == 0.0:
