@@ -88,8 +88,7 @@ async def test_a_queue_that_fills_up_is_written_rather_than_blocks_be_dropped(pa
         pace.put_off()
         for first in range(0, 2000, 100):
             await store.put(SPACE.chain(range(first, first + 4)))
-            for _ in range(20):
-                await asyncio.sleep(0)
+            await passed(lambda: store.manager._mover.queue_lengths()["ssd"] <= 4)
         await passed(lambda: len(ssd.stored) > 12)
         assert not store.manager.stats()["write_drops_blocks"]
 
