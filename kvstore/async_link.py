@@ -18,7 +18,7 @@ from kvstore.arena_link import ArenaCache, MappedArena
 from kvstore.errors import ProtocolMismatch, ServerUnavailable, TimedOut
 from kvstore.keys import NamespaceDigest
 from kvstore.lending import giving_back
-from kvstore.link import accept_greeting, close_all, greeting, receive_greeting
+from kvstore.link import MAX_UNSENT_BYTES, accept_greeting, close_all, greeting, receive_greeting
 from kvstore.messages import Answer, Request, ReturnSlots, Welcome, decode_answer, encode_message
 from kvstore.stock import Stock
 from kvstore.traced_calls import begin_call, note_answer
@@ -27,9 +27,6 @@ from kvstore.wire import LENDS_AHEAD, TAKES_TRACES, Frame, FrameDecoder
 
 _SILENCE_S = 1.0
 """A connection from which nothing came for this long while a request waited is taken for dead."""
-
-
-_MAX_UNSENT_BYTES = 16 << 10
 
 
 class _Waiting(NamedTuple):
@@ -182,7 +179,7 @@ class AsyncLink(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return False
-        if transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
+        if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             return False
         self.tell(message)
         return True

@@ -37,7 +37,9 @@ Dial = Callable[[float], socket.socket]
 """Makes a connected stream socket before an instant of ``time.monotonic()``, or raises ServerUnavailable."""
 
 _TELL_PATIENCE_S = 0.005
-_MAX_UNSENT_BYTES = 16 << 10
+MAX_UNSENT_BYTES = 16 << 10
+"""Beyond so much that a server has not read, it is told no more of what it need not hear."""
+
 _AWAKE_S = 100e-6
 """How long an answer is waited for without going to sleep, if the one before it came as soon."""
 
@@ -199,9 +201,9 @@ class Link:
 
         Returns False if too much is kept still, or the connection is in doubt; then it is lost.
         """
-        if len(self._unsent) > _MAX_UNSENT_BYTES:
+        if len(self._unsent) > MAX_UNSENT_BYTES:
             self._send_kept()
-        if not self._is_clean or len(self._unsent) > _MAX_UNSENT_BYTES:
+        if not self._is_clean or len(self._unsent) > MAX_UNSENT_BYTES:
             return False
         self._unsent += encode_message(message, self._next_id)
         self._next_id += 1
@@ -233,9 +235,9 @@ class Link:
         stock = self.stock
         if stock is None or stock.idle_from_s > time.monotonic():
             return
-        if len(self._unsent) > _MAX_UNSENT_BYTES:
+        if len(self._unsent) > MAX_UNSENT_BYTES:
             self._send_kept()
-        if len(self._unsent) <= _MAX_UNSENT_BYTES:
+        if len(self._unsent) <= MAX_UNSENT_BYTES:
             self.tell_if_heard(ReturnSlots(tuple(stock.take_idle())))
 
     def close(self) -> None:

@@ -286,52 +286,6 @@ def test_there_is_a_golden_frame_for_every_kind_and_none_for_others() -> None:
     assert set(GOLDEN) == {*REQUESTS, *ANSWERS, *TRACED_REQUESTS}
 
 
-_FILLED = Store(_CHAIN, (FilledSlot(4096, 1, 2), FilledSlot(8192, 3, 4)), 2).to_wire()
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        _FILLED[:-1],
-        (*_FILLED, None),
-        (*_FILLED[:-1], -1),
-        (*_FILLED[:-1], MAX_KEYS + 1),
-        (*_FILLED[:-2], b"", 2),
-        (*_FILLED[:-2], bytes(24), 2),
-        (*_FILLED[:-2], bytes(72), 2),
-        (*_FILLED[:-2], bytes(48), 2),
-    ],
-)
-def test_a_store_that_has_not_one_slot_for_each_block_breaks_the_protocol(values: Any) -> None:
-    with pytest.raises(ProtocolMismatch):
-        decode_request(_frame(encode_frame(Store.KIND, 1, values)))
-
-
-@pytest.mark.parametrize("ahead", [0, -1, MAX_KEYS + 1, None, True])
-def test_a_commit_wants_some_slots_ahead_or_does_not_speak_of_them(ahead: Any) -> None:
-    values = (*Commit(_CHAIN, ()).to_wire(), ahead)
-
-    with pytest.raises(ProtocolMismatch):
-        decode_request(_frame(encode_frame(Commit.KIND, 1, values)))
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        (1, b"", None, b""),
-        (1, b"\x00\x00", None, b"", 0),
-        (0, b"\x03", None, b"", 0),
-        (-1, b"", None, b"", 0),
-        (1, b"", "no reason", b"", 0),
-        (1, b"", None, bytes(15), 0),
-        (1, b"", None, b"", -1),
-    ],
-)
-def test_outcomes_that_do_not_add_up_break_the_protocol(values: Any) -> None:
-    with pytest.raises(ProtocolMismatch):
-        decode_answer(_frame(encode_frame(Stored.KIND, 1, values)))
-
-
 @pytest.mark.parametrize(
     "hints",
     [

@@ -1,0 +1,58 @@
+"""Messages of a put in one exchange that do not add up."""
+
+from typing import Any
+
+import msgpack
+import pytest
+
+from kvstore.errors import ProtocolMismatch
+from kvstore.keys import BlockKey, NamespaceDigest, PrefixChain
+from kvstore.messages import ChainRef, Commit, FilledSlot, Store, Stored, decode_answer, decode_request
+from kvstore.wire import MAX_KEYS, Frame
+
+_KEYS = (BlockKey(b"\x01" * 32), BlockKey(b"\x02" * 32))
+_CHAIN = ChainRef(PrefixChain(NamespaceDigest(bytes(range(32))), _KEYS, 16))
+_FILLED = Store(_CHAIN, (FilledSlot(4096, 1, 2), FilledSlot(8192, 3, 4)), 2).to_wire()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        _FILLED[:-1],
+        (*_FILLED, None),
+        (*_FILLED[:-1], -1),
+        (*_FILLED[:-1], MAX_KEYS + 1),
+        (*_FILLED[:-2], b"", 2),
+        (*_FILLED[:-2], bytes(24), 2),
+        (*_FILLED[:-2], bytes(72), 2),
+        (*_FILLED[:-2], bytes(48), 2),
+    ],
+)
+def test_a_store_that_has_not_one_slot_for_each_block_breaks_the_protocol(values: Any) -> None:
+    with pytest.raises(ProtocolMismatch):
+        decode_request(Frame(Store.KIND, 1, msgpack.packb(values)))
+
+
+@pytest.mark.parametrize("ahead", [0, -1, MAX_KEYS + 1, None, True])
+def test_a_commit_wants_some_slots_ahead_or_does_not_speak_of_them(ahead: Any) -> None:
+    values = (*Commit(_CHAIN, ()).to_wire(), ahead)
+
+    with pytest.raises(ProtocolMismatch):
+        decode_request(Frame(Commit.KIND, 1, msgpack.packb(values)))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (1, b"", None, b""),
+        (1, b"\x00\x00", None, b"", 0),
+        (0, b"\x03", None, b"", 0),
+        (-1, b"", None, b"", 0),
+        (1, b"", "no reason", b"", 0),
+        (1, b"", None, bytes(15), 0),
+        (1, b"", None, b"", -1),
+    ],
+)
+def test_outcomes_that_do_not_add_up_break_the_protocol(values: Any) -> None:
+    with pytest.raises(ProtocolMismatch):
+        decode_answer(Frame(Stored.KIND, 1, msgpack.packb(values)))
