@@ -196,6 +196,11 @@ class ClientSlots:
         """Whether all that the client holds, if anything, are slots lent ahead."""
         return self._ahead.are_all(self._owner)
 
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes of the slots lent ahead, which the client writes into for its next put."""
+        return self._ahead.lent_bytes(self._owner)
+
     def _take_all(self, request: Commit) -> list[WrittenSlot]:
         """Return those slots of a Commit that are lent to this client; they are not from then on."""
         return [slot for slot in request.slots if self._take(slot.offset, slot.generation)]

@@ -10,6 +10,7 @@ import enum
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import repeat
 from types import MappingProxyType
 from weakref import WeakValueDictionary
 
@@ -384,22 +385,31 @@ class Directory:
         copies: Sequence[Copy],
     ) -> list[BlockEntry]:
         """As ``file``, of a run of a chain none of whose blocks has an entry; ``parent`` is before it."""
-        by_name, entries, fastest, name_end = self._by_name, shelf.entries, shelf.fastest, shelf.name_end
-        only_child = self._only_child[tier]
-        run: list[BlockEntry] = []
-        # Of thousands a second: nothing is called that can be spared.
-        for key, copy in zip(keys, copies, strict=True):
-            name = StorageKey(key + name_end)
-            entry = BlockEntry(
-                shelf, key, name, parent, depth, {tier: copy}, 0, 0, None, "", NO_CHILDREN, tier
+        name_end, num_blocks = shelf.name_end, len(keys)
+        names = [StorageKey(key + name_end) for key in keys]
+        # Of thousands a second: what is done once for all, or by map, takes two thirds of the time.
+        run = list(
+            map(
+                BlockEntry,
+                repeat(shelf),
+                keys,
+                names,
+                (parent, *keys[:-1]),
+                range(depth, depth + num_blocks),
+                [{tier: copy} for copy in copies],
+                repeat(0),
+                repeat(0),
+                repeat(None),
+                repeat(""),
+                (*repeat(self._only_child[tier], num_blocks - 1), NO_CHILDREN),
+                repeat(tier),
             )
-            entries[key] = by_name[name] = entry
-            fastest[key] = tier
-            if run:
-                run[-1].children = only_child
-                copy.is_counted = True
-            run.append(entry)
-            parent, depth = key, depth + 1
+        )
+        shelf.entries.update(zip(keys, run, strict=True))
+        self._by_name.update(zip(names, run, strict=True))
+        shelf.fastest.update(dict.fromkeys(keys, tier))
+        for copy in copies[1:]:
+            copy.is_counted = True
         copies[0].is_counted = self._count_at_parent(run[0], tier)
         if self.changes is not None:
             for entry in run:

@@ -122,10 +122,14 @@ class TableFormat:
         return made
 
 
+def name_spread(name_end: bytes) -> int:
+    """Return what of a block's place comes from its storage key behind the block key."""
+    return xxhash.xxh3_64_intdigest(name_end)
+
+
 def bucket_offset(key: bytes, name_end: bytes, mask: int) -> int:
     """Return where the bucket of a block begins; ``name_end`` is its storage key behind the block key."""
-    spread = xxhash.xxh3_64_intdigest(name_end)
-    number = int.from_bytes(key[:8], "little") ^ spread
+    number = int.from_bytes(key[:8], "little") ^ name_spread(name_end)
     return ALIGNMENT_BYTES + (number & mask) * BUCKET_BYTES
 
 
@@ -188,7 +192,7 @@ class ReadyTable:
         check after its copy: checksum, generation, and that the era has not ended.
         """
         mapping, mask, seed = self._map, self._mask, self._seed_of(era)
-        spread = xxhash.xxh3_64_intdigest(name_end)
+        spread = name_spread(name_end)
         number_of, seal_of, unpack = int.from_bytes, xxhash.xxh3_64_intdigest, _AFTER_KEY.unpack_from
         found: list[Listed] = []
         for key in keys:

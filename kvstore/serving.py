@@ -81,6 +81,7 @@ from kvstore.messages import (
     ReturnSlots,
     Stats,
     Store,
+    Stored,
     TierNames,
     Why,
     decode_traced,
@@ -384,7 +385,7 @@ class Connection(asyncio.BufferedProtocol):
                 )
                 return None if reserved is None else self._lent_slots(reserved)
             case Commit() | Store():
-                return self._slots.publish_at_once(request)
+                return self._publish_at_once(request)
             case Ping() | NoteHints():
                 self._note_hints(request)
                 return Done()
@@ -528,6 +529,12 @@ class Connection(asyncio.BufferedProtocol):
             return None
         self._await_copy(len(found.copies) * found.length_bytes, is_certain=False)
         return answer_seen(found)
+
+    def _publish_at_once(self, request: Commit | Store) -> Count | Stored | None:
+        answer = self._slots.publish_at_once(request)
+        if isinstance(answer, Stored) and answer.slots:
+            self._await_copy(self._slots.ahead_bytes, is_certain=False)
+        return answer
 
     def _lent_slots(self, reserved: Reserved) -> Lent:
         lent = self._slots.lend(reserved)

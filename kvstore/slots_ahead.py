@@ -69,6 +69,10 @@ class SlotsAhead:
         length_bytes = self._state.directory.shelf(chain.namespace, part).length_bytes
         return self._state.leases.are_lent(owner, slots, length_bytes)
 
+    def lent_bytes(self, owner: Owner) -> int:
+        """Bytes of slots that an owner has lent ahead."""
+        return self._state.leases.ahead_bytes(owner)
+
     def are_all(self, owner: Owner) -> bool:
         """Whether all that an owner has, if anything, are slots lent ahead."""
         return self._state.leases.has_only_ahead(owner)

@@ -21,7 +21,7 @@ from kvstore.pacing import WritePace
 from kvstore.policy import NO_HINT, EvictionPolicy, Hint
 from kvstore.ready_table import MAX_DIRECT_BLOCKS
 from kvstore.size_curve import SizeCurve
-from kvstore.tier import BlockId, ListedTier, Listing, Slot, SlotTier, StorageKey, Tier
+from kvstore.tier import BlockId, ListedBlock, ListedTier, Listing, Slot, SlotTier, StorageKey, Tier
 
 _LEFT_FOR_ROOM = (MissReason.EVICTED, MissReason.NOT_ADMITTED)
 """Reasons to leave that say nothing about a block but that others are worth more: it may come again."""
@@ -279,24 +279,19 @@ class State:
             self.afterwards.do(partial(self._list, listing, entries))
 
     def _list(self, listing: Listing, entries: Sequence[BlockEntry]) -> None:
-        top, directory = self.top.name, self.directory
+        """List what is READY of entries of one shelf."""
+        top = self.top.name
+        if not entries or not self.directory.is_current(entries[0].shelf):
+            return
+        blocks: list[ListedBlock] = []
         for entry in entries:
             copy = entry.copies.get(top)
-            if copy is None or copy.state is not CopyState.READY or not directory.is_current(entry.shelf):
-                continue
-            if copy.slot is None or copy.checksum is None:
+            if copy is None or copy.state is not CopyState.READY or copy.slot is None or copy.checksum is None:
                 continue
             if copy.generation is None:
                 copy.generation = self.top.generation(copy.slot)
-            if listing.listed(entry.name) == (copy.slot, copy.generation, copy.checksum):
-                continue
-            listing.add(
-                entry.name,
-                copy.slot,
-                generation=copy.generation,
-                payload_sum=copy.checksum,
-                length_bytes=entry.length_bytes,
-            )
+            blocks.append((entry.name, copy.slot, copy.checksum, copy.generation))
+        listing.add_all(blocks, entries[0].shelf.name_end, entries[0].length_bytes)
 
     def _insert(self, tier: str, entries: Sequence[BlockEntry], *, is_use: bool) -> None:
         if not entries:

@@ -8,7 +8,7 @@ them.
 
 import enum
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, NewType, Protocol, runtime_checkable
@@ -391,13 +391,15 @@ Slot = NewType("Slot", int)
 """Handle of one slot of a SlotTier: for dram its byte offset in the arena, for vram its page slot number."""
 
 
+ListedBlock = tuple[StorageKey, Slot, int, int]
+"""A READY block that is to be listed: its name, slot, checksum, and the slot's generation."""
+
+
 class Listing(Protocol):
     """Where a SlotTier says which of its slots hold READY blocks, for others to look at; lossy."""
 
-    def add(
-        self, name: StorageKey, slot: Slot, *, generation: int, payload_sum: int, length_bytes: int
-    ) -> None:
-        """List a READY block."""
+    def add_all(self, blocks: Iterable[ListedBlock], name_end: bytes, length_bytes: int) -> None:
+        """List READY blocks of one part of a namespace, whose names have that end."""
 
     def listed(self, name: StorageKey) -> tuple[int, int, int] | None:
         """Return the slot, generation and checksum that a block is listed with; None: it is not."""

@@ -194,7 +194,7 @@ async def test_a_check_finds_a_block_that_is_listed_and_may_not_be_served():
         await store.put(CHAIN)
         await store.manager.demote(CHAIN)
         listing, name = store.dram.listing, CHAIN.keys[3] + NAME_END
-        listing.add(name, 4096, generation=1, payload_sum=1, length_bytes=BLOCK_BYTES)
+        listing.add_all([(name, 4096, 1, 1)], NAME_END, BLOCK_BYTES)
         problems = await store.manager.check()
         listing.remove(name)
 
@@ -206,7 +206,7 @@ async def test_a_check_finds_a_block_that_is_listed_elsewhere_and_the_next_listi
     async with running() as store:
         await store.put(CHAIN)
         listing, name = store.dram.listing, CHAIN.keys[3] + NAME_END
-        listing.add(name, 4096, generation=1, payload_sum=1, length_bytes=BLOCK_BYTES)
+        listing.add_all([(name, 4096, 1, 1)], NAME_END, BLOCK_BYTES)
         problems = await store.manager.check()
 
         assert len(problems) == 1

@@ -51,7 +51,7 @@ class Table:
 
     def add(self, number: int, slot: int = 8192, *, bucket: int = 5, payload_sum: int = 7) -> None:
         name = StorageKey(key(number, bucket) + NAME_END)
-        self.listing.add(name, Slot(slot), generation=3, payload_sum=payload_sum, length_bytes=LENGTH)
+        self.listing.add_all([(name, Slot(slot), payload_sum, 3)], NAME_END, LENGTH)
 
     def remove(self, number: int) -> None:
         self.listing.remove(StorageKey(key(number) + NAME_END))
@@ -260,7 +260,7 @@ def test_a_retired_table_is_never_used_again(table: Table) -> None:
 
 def test_a_listing_without_memory_lists_nothing() -> None:
     listing = ReadyListing()
-    listing.add(StorageKey(key(1) + NAME_END), Slot(0), generation=1, payload_sum=1, length_bytes=1)
+    listing.add_all([(StorageKey(key(1) + NAME_END), Slot(0), 1, 1)], NAME_END, 1)
     listing.begin_era()
     listing.close()
 

@@ -4,13 +4,14 @@ import fcntl
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import xxhash
 
 from kvstore.keys import KEY_BYTES
 from kvstore.ready_table import (
     BEAT_OFFSET,
+    BUCKET_BYTES,
     ENTRY_BYTES,
     ERA_OFFSET,
     FIELDS,
@@ -19,10 +20,12 @@ from kvstore.ready_table import (
     Listed,
     TableFormat,
     bucket_offset,
+    name_spread,
 )
-from kvstore.tier import STORAGE_KEY_BYTES, Slot, StorageKey
+from kvstore.tier import ALIGNMENT_BYTES, STORAGE_KEY_BYTES, ListedBlock, StorageKey
 
 _NOTHING = bytes(ENTRY_BYTES)
+_NO_ENTRY = bytes(SEALED_BYTES)
 
 
 class ReadyListing:
@@ -66,22 +69,29 @@ class ReadyListing:
             os.close(self.fd)
             self.fd = -1
 
-    def add(
-        self, name: StorageKey, slot: Slot, *, generation: int, payload_sum: int, length_bytes: int
-    ) -> None:
-        """List a READY block, in the place of another one if need be."""
+    def add_all(self, blocks: Iterable[ListedBlock], name_end: bytes, length_bytes: int) -> None:
+        """List READY blocks, each in the place of another one if need be.
+
+        ``name_end`` is what the storage keys of all of them have behind the block key. What is listed already
+        is written again, and reads the same meanwhile.
+        """
         mapping = self._map
         if mapping is None:
             return
-        at = bucket_offset(name, name[KEY_BYTES:], self._format.mask)
-        first = mapping[at : at + SEALED_BYTES]
-        if not first.startswith(name):
-            other = at + ENTRY_BYTES
-            if mapping[other : other + STORAGE_KEY_BYTES] == name or self._is_of_this_era(first):
-                at = other
-        fields = FIELDS.pack(name, slot, payload_sum, generation, length_bytes)
-        seal = xxhash.xxh3_64_intdigest(fields, self._seed)
-        mapping[at : at + SEALED_BYTES] = fields + seal.to_bytes(8, "little")
+        mask, seed, spread = self._format.mask, self._seed, name_spread(name_end)
+        number_of, seal_of, pack = int.from_bytes, xxhash.xxh3_64_intdigest, FIELDS.pack
+        # Of thousands a second: nothing is called that can be spared (a third of the time, measured).
+        for name, slot, payload_sum, generation in blocks:
+            at = ALIGNMENT_BYTES + ((number_of(name[:8], "little") ^ spread) & mask) * BUCKET_BYTES
+            first = mapping[at : at + SEALED_BYTES]
+            if not first.startswith(name):
+                other = at + ENTRY_BYTES
+                if mapping[other : other + STORAGE_KEY_BYTES] == name:
+                    at = other
+                elif first != _NO_ENTRY and self._is_of_this_era(first):
+                    at = other
+            fields = pack(name, slot, payload_sum, generation, length_bytes)
+            mapping[at : at + SEALED_BYTES] = fields + seal_of(fields, seed).to_bytes(8, "little")
 
     def listed(self, name: StorageKey) -> Listed | None:
         """Return where a block is listed to be: slot, generation and checksum; None: it is not."""
