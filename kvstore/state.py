@@ -286,7 +286,12 @@ class State:
         blocks: list[ListedBlock] = []
         for entry in entries:
             copy = entry.copies.get(top)
-            if copy is None or copy.state is not CopyState.READY or copy.slot is None or copy.checksum is None:
+            if (
+                copy is None
+                or copy.state is not CopyState.READY
+                or copy.slot is None
+                or copy.checksum is None
+            ):
                 continue
             if copy.generation is None:
                 copy.generation = self.top.generation(copy.slot)

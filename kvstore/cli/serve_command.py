@@ -23,6 +23,7 @@ from kvstore.garbage import HeapKeeper
 from kvstore.kv_events import EventForm, HashForm
 from kvstore.log_limit import LimitedTracebacks
 from kvstore.running import serving
+from kvstore.short_slices import ask_for_short_slices
 from kvstore.trace_start import tracing
 from kvstore.zmq_settings import ZmqSettings, media_words
 
@@ -156,6 +157,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(
         level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    ask_for_short_slices()
     selector = AwakeSelector()
     with (
         LimitedTracebacks.installed(),
