@@ -5,11 +5,14 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import TypeAlias, cast
 
 from kvstore.errors import EpochEnded, TimedOut
+from kvstore.keys import NamespaceDigest
+from kvstore.layout import Part
 from kvstore.manager import BlockManager
 from kvstore.message_fields import MAX_TIMEOUT_US, timeout_us
 from kvstore.messages import (
@@ -32,6 +35,9 @@ from kvstore.tier import Slot
 COMMIT_SLICE_BLOCKS = 256
 """Most blocks published at once: about 2 ms of the loop."""
 
+_AGAIN_S = 1.0
+"""How long slots are kept at hand for a put like the last two: by then it has come, or is not expected."""
+
 _Columns: TypeAlias = tuple[tuple[Slot, ...], tuple[int, ...], tuple[int, ...]]
 """Slots, generations and checksums."""
 
@@ -39,8 +45,21 @@ _Piece: TypeAlias = tuple[int, tuple[Slot, ...], tuple[int, ...]]
 """What is published at once: the first one's position in the chain, and slots and checksums of a run."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Lot:
+    """Slots lent ahead, in their generations: which puts they are for, and when they were lent."""
+
+    about: tuple[NamespaceDigest, Part | None]
+    slots: list[tuple[Slot, int]]
+    lent_s: float
+
+
 class ClientSlots:
-    """Knows each slot in the generation that the client was told: in no other is it taken from it."""
+    """Knows each slot in the generation that the client was told: in no other is it taken from it.
+
+    Of a client whose puts are alike, what its next answer brings is lent behind this one: ``_at_hand``. The
+    client does not know of it yet.
+    """
 
     def __init__(self, manager: BlockManager, owner: Owner) -> None:
         self._manager = manager
@@ -48,6 +67,8 @@ class ClientSlots:
         self._ahead = self._putter.ahead
         self._owner = owner
         self._lent: dict[int, int] = {}
+        self._at_hand: _Lot | None = None
+        self._last_wanted: tuple[object, int] | None = None
 
     def lend(self, reserved: Reserved) -> Lent:
         """Note what was reserved for the client, and return what tells it so."""
@@ -103,7 +124,12 @@ class ClientSlots:
         published = self._putter.publish_soon(
             chain, slots, owner=self._owner, checksums=checksums, part=about.part
         )
-        return self._stored(request, found, published)
+        answer = self._stored(request, found, published)
+        wanted = (_lot_of(about), request.ahead)
+        if answer.slots and wanted == self._last_wanted:
+            self._manager.afterwards.do(partial(self._have_at_hand, about, request.ahead))
+        self._last_wanted = wanted
+        return answer
 
     async def store(self, request: Store) -> Stored:
         """Store what the client wrote into slots lent ahead, as far as it is not stored and worth its room.
@@ -150,15 +176,43 @@ class ClientSlots:
 
     def _with_slots_ahead(self, answer: Stored, about: ChainRef, count: int) -> Stored:
         """Lend slots for the client's next put, if they can be spared, and have the answer say so."""
-        lent = self._putter.lend_ahead(about.chain, about.part, count, owner=self._owner)
-        if not lent:
+        now_s = self._ahead.now_s()
+        lot = self._take_at_hand(about, count, now_s) or self._lend_ahead(about, count, now_s)
+        if not lot.slots:
             return answer
-        self._lent.update(lent)
+        self._lent.update(lot.slots)
         # Plain tuples do as well on their way to the wire.
-        slots = cast("tuple[UnusedSlot, ...]", tuple(lent))
-        lease_s = self._manager.lease_s
-        lent_us = timeout_us(lease_s) if lease_s < math.inf else MAX_TIMEOUT_US
+        slots = cast("tuple[UnusedSlot, ...]", tuple(lot.slots))
+        left_s = self._manager.lease_s - (now_s - lot.lent_s)
+        lent_us = timeout_us(left_s) if left_s < math.inf else MAX_TIMEOUT_US
         return replace(answer, slots=slots, lent_us=lent_us)
+
+    def _lend_ahead(self, about: ChainRef, count: int, now_s: float) -> _Lot:
+        lent = self._putter.lend_ahead(about.chain, about.part, count, owner=self._owner)
+        return _Lot(_lot_of(about), lent, now_s)
+
+    def _have_at_hand(self, about: ChainRef, count: int) -> None:
+        """Lend what the answer to the next put like this one brings."""
+        self._return_at_hand()
+        lot = self._lend_ahead(about, count, self._ahead.now_s())
+        self._at_hand = lot if lot.slots else None
+
+    def _take_at_hand(self, about: ChainRef, count: int, now_s: float) -> _Lot | None:
+        """Return what is at hand if it is what is wanted; else it is given back."""
+        lot = self._at_hand
+        if lot is None:
+            return None
+        is_wanted = lot.about == _lot_of(about) and len(lot.slots) == count and now_s - lot.lent_s < _AGAIN_S
+        if not is_wanted or self._putter.is_draining:
+            self._return_at_hand()
+            return None
+        self._at_hand = None
+        return lot
+
+    def _return_at_hand(self) -> None:
+        lot, self._at_hand = self._at_hand, None
+        if lot is not None:
+            self._putter.return_slots([slot for slot, _ in lot.slots], owner=self._owner)
 
     def _publish(self, about: ChainRef, pieces: Sequence[_Piece]) -> Generator[Published, None, None]:
         """Publish piece by piece, and say what has come of it after each; others may have turns between."""
@@ -206,7 +260,8 @@ class ClientSlots:
         return [slot for slot in request.slots if self._take(slot.offset, slot.generation)]
 
     def take_back(self, request: ReturnSlots) -> None:
-        """Take slots back that the client did not write into."""
+        """Take slots back that the client did not write into: it puts no more for now."""
+        self._return_at_hand()
         ours = [Slot(at.offset) for at in request.slots if self._take(at.offset, at.generation)]
         self._putter.return_slots(ours, owner=self._owner)
 
@@ -216,6 +271,10 @@ class ClientSlots:
             return False
         del self._lent[offset]
         return True
+
+
+def _lot_of(about: ChainRef) -> tuple[NamespaceDigest, Part | None]:
+    return about.chain.namespace, about.part
 
 
 def _last(steps: Iterable[Published]) -> Published:

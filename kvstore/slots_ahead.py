@@ -69,6 +69,10 @@ class SlotsAhead:
         length_bytes = self._state.directory.shelf(chain.namespace, part).length_bytes
         return self._state.leases.are_lent(owner, slots, length_bytes)
 
+    def now_s(self) -> float:
+        """The time by the clock that deadlines of slots are told by."""
+        return self._state.clock()
+
     def lent_bytes(self, owner: Owner) -> int:
         """Bytes of slots that an owner has lent ahead."""
         return self._state.leases.ahead_bytes(owner)
