@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import AsyncKVStore, MissReason, PrefixChain
+from kvstore import AsyncKVStore, MissReason, PrefixChain, client_slots
 from kvstore.messages import (
     ChainRef,
     Commit,
@@ -202,6 +202,71 @@ async def test_more_is_not_lent_ahead_than_can_be_spared(client: AsyncKVStore, r
     _answered(await raw.ask(Store(_about(0, 0), (), 5)), stored=0)
     _answered(await raw.ask(Store(_about(0, 0), (), 4)), stored=0, slots=4)
     assert (await client.stats())["lent_ahead_bytes"] == 4 * 2**20 // 16
+
+
+async def _alike(raw: RawClient, puts: int, count: int = _STOCK) -> tuple[FilledSlot, ...]:
+    """Put so many times in the same way; returns the slots that were lent with the last answer."""
+    slots = await _stock(raw, count)
+    for number in range(puts):
+        store = Store(_about(number * 1000, count), slots, count)
+        answer = _answered(await raw.ask(store), stored=count, slots=count)
+        assert {slot.offset for slot in answer.slots}.isdisjoint(slot.offset for slot in slots)
+        slots = tuple(FilledSlot(at.offset, at.generation, 0) for at in answer.slots)
+    return slots
+
+
+async def test_of_puts_that_are_alike_the_next_slots_are_at_hand_and_go_with_those_that_are_returned(
+    client: AsyncKVStore, raw: RawClient
+) -> None:
+    slots = await _alike(raw, puts=4)
+    assert (await client.stats())["lent_ahead_bytes"] == 2 * _STOCK * 4096
+
+    await raw.send(encode_message(ReturnSlots(_unused(slots)), 9))
+    assert await raw.ask(Ping()) == Done()
+    assert (await client.stats())["lent_ahead_bytes"] == 0
+    assert await client.check(0) == []
+
+
+async def test_slots_at_hand_for_other_puts_than_the_one_that_comes_are_free_again(
+    client: AsyncKVStore, raw: RawClient
+) -> None:
+    slots = await _alike(raw, puts=3)
+    _answered(await raw.ask(Store(_about(50_000, _STOCK), slots, 3)), stored=_STOCK, slots=3)
+
+    assert (await client.stats())["lent_ahead_bytes"] == 3 * 4096
+
+
+async def test_slots_that_were_at_hand_for_long_are_lent_anew(
+    client: AsyncKVStore, raw: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = await _alike(raw, puts=3)
+    monkeypatch.setattr(client_slots, "_AGAIN_S", 0.0)
+    store = Store(_about(50_000, _STOCK), slots, _STOCK)
+    answer = _answered(await raw.ask(store), stored=_STOCK, slots=_STOCK)
+
+    assert answer.lent_us == 30_000_000
+    assert (await client.stats())["lent_ahead_bytes"] == 2 * _STOCK * 4096
+
+
+async def test_slots_at_hand_are_free_when_the_client_goes(client: AsyncKVStore, raw: RawClient) -> None:
+    await _alike(raw, puts=3)
+    raw.sock.close()
+    async with asyncio.timeout(30):
+        while (await client.stats())["lent_ahead_bytes"]:
+            await asyncio.sleep(0.01)
+
+    assert await client.check(0) == []
+
+
+async def test_a_store_that_stops_lends_nothing_that_is_at_hand(
+    client: AsyncKVStore, raw: RawClient, server: StoreServer
+) -> None:
+    slots = await _alike(raw, puts=3)
+    await server._manager.drain(timeout_s=1)
+    answer = await raw.ask(Store(_about(50_000, _STOCK), slots, _STOCK))
+
+    _answered(answer, stored=0)
+    assert (await client.stats())["lent_ahead_bytes"] == 0
 
 
 async def test_a_traced_store_is_stored(raw: RawClient) -> None:
