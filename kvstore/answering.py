@@ -16,10 +16,13 @@ from kvstore.messages import (
     Drop,
     Erase,
     Exists,
+    Fetch,
     Flush,
     LeaseChain,
     Leased,
+    Match,
     MatchAndLease,
+    Matched,
     Presence,
     Ready,
     ReadySlot,
@@ -32,7 +35,9 @@ from kvstore.messages import (
     Why,
     timeout_us,
 )
+from kvstore.record_store import RecordStore
 from kvstore.results import FetchedBlock, LeaseId, Owner
+from kvstore.server_counters import ServerCounters
 from kvstore.tenant import tenant_of
 
 UNTIMED_S = 10.0
@@ -94,12 +99,32 @@ def answer_namespaces(manager: BlockManager) -> Report:
     return Report(json.dumps(listed).encode())
 
 
+def answer_lookup_at_once(
+    manager: BlockManager, owner: Owner, request: Fetch | Match | Exists
+) -> Ready | Matched | Presence | None:
+    """Answer from what is known and on top; None where that does not do: a tier below has to be asked."""
+    match request:
+        case Fetch(about, _, hints):
+            found = manager.fetch_at_once(about.chain, owner=owner, part=about.part, hints=hints)
+            return None if found is None else answer_ready(found)
+        case Match(about, _):
+            matched = manager.match_at_once(about.chain, part=about.part)
+            return None if matched is None else Matched(TierNames.of(matched.tiers), matched.reason)
+        case Exists(asked, _):
+            present = manager.exists_at_once(asked.namespace, asked.keys, part=asked.part)
+            return None if present is None else _presence(present)
+
+
 async def answer_exists(manager: BlockManager, request: Exists) -> Presence:
     """Say which blocks are stored."""
     about = request.about
     present = await manager.exists(
         about.namespace, about.keys, part=about.part, timeout_s=request.timeout_us / 1e6
     )
+    return _presence(present)
+
+
+def _presence(present: Sequence[bool]) -> Presence:
     return Presence(np.packbits(np.array(present, np.bool_), bitorder="little").tobytes())
 
 
@@ -163,3 +188,9 @@ def control_limit_s(request: Request) -> float:
             return timeout / 1e6 + _GRACE_S
         case _:
             return UNTIMED_S
+
+
+def answer_stats(manager: BlockManager, records: RecordStore, counters: ServerCounters) -> Report:
+    """Tell all counters and the occupancy, as JSON."""
+    stats = {**manager.stats(), "records": records.stats(), "server": counters.as_dict()}
+    return Report(json.dumps(stats).encode())

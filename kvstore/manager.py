@@ -32,7 +32,7 @@ from kvstore.policy import EvictionPolicy, GittinsPolicy, NewPolicy
 from kvstore.policy_file import PolicyFile
 from kvstore.policy_keeping import PolicyKeeper, policies_of
 from kvstore.policy_plan import PolicyPlan
-from kvstore.presence import find_present
+from kvstore.presence import find_present, find_present_at_once
 from kvstore.putting import Putter
 from kvstore.recency import Uses
 from kvstore.results import (
@@ -227,6 +227,12 @@ class BlockManager:
         found = await self.match(chain, part=part, timeout_s=timeout_s)
         shelf = self._state.directory.shelf(chain.namespace, part)
         return MatchedLease(found, *self._granter.leading_on_top(owner, shelf, chain[: found.blocks]))
+
+    def exists_at_once(
+        self, namespace: NamespaceDigest, keys: Sequence[BlockKey], *, part: Part | None = None
+    ) -> list[bool] | None:
+        """As ``exists``, but None where a shared tier would have to be asked. Raises as it does."""
+        return find_present_at_once(self._state, self._state.directory.shelf(namespace, part), keys)
 
     async def exists(
         self,

@@ -12,6 +12,17 @@ from kvstore.tier import Tier
 _NO_ANSWER = (MissReason.TIMED_OUT, MissReason.UNAVAILABLE, MissReason.BREAKER_OPEN)
 
 
+def find_present_at_once(state: State, shelf: Shelf, keys: Sequence[BlockKey]) -> list[bool] | None:
+    """As ``find_present``, but None where a shared tier would have to be asked."""
+    if shelf.is_stale:
+        return [False] * len(keys)
+    if state.down_tiers() or any(tier.is_shared for tier in state.lower):
+        return None
+    present = list(map(shelf.fastest.__contains__, keys))
+    state.counters.exists.update(requests=1, blocks=len(keys), present=sum(present))
+    return present
+
+
 async def find_present(
     state: State, loader: Loader, shelf: Shelf, keys: Sequence[BlockKey], *, deadline_s: float
 ) -> list[bool]:
@@ -19,21 +30,21 @@ async def find_present(
 
     What a shared tier does not say by the deadline, or cannot say, counts as not stored.
     """
-    if shelf.is_stale:
-        return [False] * len(keys)
+    at_once = find_present_at_once(state, shelf, keys)
+    if at_once is not None:
+        return at_once
     down, get = state.down_tiers(), shelf.entries.get
     present = [
         entry is not None and entry.fastest is not None and entry.fastest not in down
         for entry in map(get, keys)
     ]
-    if down or any(tier.is_shared for tier in state.lower):
-        unknown = [key for key, is_here in zip(keys, present, strict=True) if not is_here]
-        found = {key for key in unknown if state.is_certain(get(key), down)}
-        for tier in state.lower:
-            if tier.is_shared:
-                rest = [key for key in dict.fromkeys(unknown) if key not in found]
-                found |= await _ask_for_all(state, loader, tier, shelf, rest, deadline_s)
-        present = [is_here or key in found for key, is_here in zip(keys, present, strict=True)]
+    unknown = [key for key, is_here in zip(keys, present, strict=True) if not is_here]
+    found = {key for key in unknown if state.is_certain(get(key), down)}
+    for tier in state.lower:
+        if tier.is_shared:
+            rest = [key for key in dict.fromkeys(unknown) if key not in found]
+            found |= await _ask_for_all(state, loader, tier, shelf, rest, deadline_s)
+    present = [is_here or key in found for key, is_here in zip(keys, present, strict=True)]
     state.counters.exists.update(requests=1, blocks=len(keys), present=sum(present))
     return present
 

@@ -19,12 +19,13 @@ from kvstore.answering import (
     answer_erase,
     answer_exists,
     answer_lease,
+    answer_lookup_at_once,
     answer_match_and_lease,
     answer_namespaces,
-    answer_ready,
     answer_renew,
     answer_seen,
     answer_sizes,
+    answer_stats,
     control_limit_s,
     ready_slots,
 )
@@ -371,14 +372,8 @@ class Connection(asyncio.BufferedProtocol):
         match request:
             case Peek():
                 return self._peek(request)
-            case Fetch(about, _, hints):
-                found = self._manager.fetch_at_once(
-                    about.chain, owner=self._owner, part=about.part, hints=hints
-                )
-                return None if found is None else answer_ready(found)
-            case Match(about, _):
-                matched = self._manager.match_at_once(about.chain, part=about.part)
-                return None if matched is None else Matched(TierNames.of(matched.tiers), matched.reason)
+            case Fetch() | Match() | Exists():
+                return answer_lookup_at_once(self._manager, self._owner, request)
             case Reserve(about, _, hints):
                 reserved = self._manager.reserve_at_once(
                     about.chain, owner=self._owner, part=about.part, hints=hints
@@ -392,7 +387,7 @@ class Connection(asyncio.BufferedProtocol):
             case OpenNamespace():
                 return self._open_namespace(request)
             case Stats():
-                return self._report()
+                return answer_stats(self._manager, self._records, self._counters)
             case Renew():
                 return answer_renew(self._manager, self._owner, request)
             case _:
@@ -569,14 +564,6 @@ class Connection(asyncio.BufferedProtocol):
             await self._late_work.within(work, UNTIMED_S, "looking at a reported block")
         except KVStoreError as error:
             self._malformed.warn("server: a reported block could not be looked at: %s", error)
-
-    def _report(self) -> Report:
-        stats = {
-            **self._manager.stats(),
-            "records": self._records.stats(),
-            "server": self._counters.as_dict(),
-        }
-        return Report(json.dumps(stats).encode())
 
     def _await_copy(self, num_bytes: int, *, is_certain: bool) -> None:
         """Have the loop stay awake while the client copies, if it is certain or likely to be heard then."""

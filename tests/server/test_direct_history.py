@@ -79,8 +79,12 @@ class History:
         self.num_direct += client.client_stats().direct_blocks
 
     def end_epochs(self, client: KVStore, _: random.Random) -> None:
-        """End an epoch now and then."""
+        """End an epoch now and then, but not before it has filled the store, however slow the machine."""
+        num_before = 0
         while not self.is_over.wait(0.1):
+            if sum(self.tops) < num_before + 3 * NUM_BLOCKS:
+                continue
+            num_before = sum(self.tops)
             self.ended = client.advance_epoch(SPACE.model)
             self.epoch = self.ended
 
