@@ -195,16 +195,18 @@ class GittinsPolicy:
             return
         run = self._learn(Offer(blocks, size_bytes, parent, hint, is_use), now_s)
         above = None if parent is None else stored.get(parent)
-        num_before = len(stored)
-        stored.update(zip(blocks, run, strict=True))
-        if len(stored) != num_before + len(run):
-            self._file(blocks, dict(zip(blocks, run, strict=True)), above)
-            return
+        if len(run) == 1:
+            stored[blocks[0]] = run[0]
+        else:
+            num_before = len(stored)
+            stored.update(zip(blocks, run, strict=True))
+            if len(stored) != num_before + len(run):  # a chain that names a block twice
+                self._file(blocks, dict(zip(blocks, run, strict=True)), above)
+                return
+            _chain(run)
         # Blocks that have no child yet: no claim of a chain can make a circle.
         if above is not None:
             self._link(run[0], above)
-        if len(run) > 1:
-            _chain(run)
         self._cohorts.add_leaf(run[-1])
 
     def _insert_missing(self, blocks: Sequence[StorageKey], offer: Offer, now_s: float) -> None:
@@ -291,6 +293,16 @@ class GittinsPolicy:
         self._class(offer, now_s)
         if self._known_ghosts(offer.blocks):
             return self._learn_ghosts(offer, now_s)
+        offered, keys = self._offered, offer.blocks
+        if len(keys) == 1:  # most puts: what a run takes pays from two blocks on
+            lane, turns = offered.pop(keys[0])
+            cohort = self._cohorts.start(lane, now_s)
+            self._cohorts.grow(cohort, 1)
+            return [new_block(keys[0], cohort, 1, turns)]
+        return self._learn_run(offer, now_s)
+
+    def _learn_run(self, offer: Offer, now_s: float) -> list[Block]:
+        """As ``_learn``, of classed blocks none of which has a ghost."""
         offered, keys = self._offered, offer.blocks
         classes = list(map(offered.pop, keys, repeat(None)))
         if not all(classes):  # a chain that names a block twice
