@@ -34,27 +34,37 @@ class ByteStack(Generic[K]):
 
     def push(self, key: K, size_bytes: int) -> None:
         """Put a key on top, which may be in the stack. There must be fewer than ``max_keys`` others."""
-        self.remove(key)
+        if key in self._places:
+            self.remove(key)
         assert len(self._places) < self.max_keys, "the stack is full"
         if self._next == len(self._keys):
             self._close_up()
         place = self._next
-        self._next += 1
+        self._next = place + 1
         self._places[key] = place
         self._keys[place] = key
-        self._add(place, size_bytes)
+        # A place that has no key yet has no bytes.
+        self._sizes[place] = size_bytes
+        self._sums[place // self._RUN] += size_bytes
+        self.total_bytes += size_bytes
 
     def resize(self, key: K, size_bytes: int) -> None:
         """Change the size of a key of the stack, which stays where it is."""
         place = self._places[key]
-        self._add(place, size_bytes - self._sizes[place])
+        more_bytes = size_bytes - self._sizes[place]
+        self._sizes[place] = size_bytes
+        self._sums[place // self._RUN] += more_bytes
+        self.total_bytes += more_bytes
 
     def remove(self, key: K) -> None:
         """Take a key out, if it is there."""
         place = self._places.pop(key, None)
         if place is not None:
             self._keys[place] = None
-            self._add(place, -self._sizes[place])
+            size_bytes = self._sizes[place]
+            self._sizes[place] = 0
+            self._sums[place // self._RUN] -= size_bytes
+            self.total_bytes -= size_bytes
 
     def above(self, key: K) -> int:
         """Return the bytes of the keys used after this one."""
@@ -75,11 +85,6 @@ class ByteStack(Generic[K]):
                 return key
             self._floor += 1
         return None
-
-    def _add(self, place: int, size_bytes: int) -> None:
-        self._sizes[place] += size_bytes
-        self._sums[place // self._RUN] += size_bytes
-        self.total_bytes += size_bytes
 
     def _close_up(self) -> None:
         kept = [(key, self._sizes[place]) for place, key in enumerate(self._keys) if key is not None]

@@ -143,8 +143,9 @@ class LeaseTable:
     ) -> None:
         """Put unnamed slots into an owner's hands; with ``is_ahead`` for a put to come."""
         holdings = self._owners[owner]
+        held = holdings.slots
         for slot in slots:
-            holdings.slots[slot] = LentSlot(owner, deadline_s, length_bytes, is_ahead=is_ahead)
+            held[slot] = LentSlot(owner, deadline_s, length_bytes, None, False, is_ahead)
         ahead_bytes = len(slots) * slot_bytes(length_bytes) if is_ahead else 0
         self._count_unnamed(holdings, len(slots), len(slots) * length_bytes, ahead_bytes)
         if slots:
@@ -168,11 +169,12 @@ class LeaseTable:
     def are_lent(self, owner: Owner, slots: Sequence[Slot], length_bytes: int) -> bool:
         """Whether an owner has all of these slots, unnamed, for that length, and in time."""
         holdings = self._owners.get(owner)
-        found = [None] if holdings is None else map(holdings.slots.get, slots)
-        return not any(
-            lent is None or lent.is_overdue or lent.entry is not None or lent.length_bytes != length_bytes
-            for lent in found
-        )
+        if holdings is None:
+            return False
+        for lent in map(holdings.slots.get, slots):
+            if lent is None or lent.is_overdue or lent.entry is not None or lent.length_bytes != length_bytes:
+                return False
+        return True
 
     def take_back(self, owner: Owner, slot: Slot) -> LentSlot | None:
         """End the lending of one slot; None if this owner does not have it."""
@@ -183,13 +185,13 @@ class LeaseTable:
         holdings = self._owners.get(owner)
         if holdings is None:
             return [None] * len(slots)
-        pop = holdings.slots.pop
-        taken = [pop(slot, None) for slot in slots]
+        taken = list(map(holdings.slots.pop, slots, itertools.repeat(None)))
         num_slots = num_bytes = ahead_bytes = 0
         for lent in taken:
             if lent is None:
                 continue
-            self._num_overdue -= lent.is_overdue
+            if lent.is_overdue:
+                self._num_overdue -= 1
             if lent.entry is not None:
                 self._count_down(lent.entry)
                 continue

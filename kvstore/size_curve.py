@@ -79,8 +79,10 @@ class Sample:
     awaits_put: bool
 
 
-Picked = list[tuple[int, int]]
+Picked = Sequence[tuple[int, int]]
 """Sampled blocks of a visit, in chain order: what each is called here, and its hash."""
+
+_NONE: Picked = ()
 
 
 class SizeCurve:
@@ -107,6 +109,7 @@ class SizeCurve:
         self._queued_blocks = 0
         self._steps: Iterator[None] = iter(())
         self._hash_limit = _HASH_MAX
+        self._sampled_bytes = limit_bytes * self.sample_ratio  # of what is sampled, what sizes can hold
         self._stack: ByteStack[int] = ByteStack(max_blocks + self._max_expected + 1)
         self._samples: dict[int, Sample] = {}
         self._largest: list[tuple[int, int]] = []  # a heap of (-hash, name) of what is put
@@ -136,7 +139,7 @@ class SizeCurve:
         num_blocks = len(chain.keys)
         if not num_blocks or not self.is_on:
             return
-        is_past_pace = self._is_past_pace and kind is not VisitKind.PUT
+        is_past_pace = kind is not VisitKind.PUT and self._is_past_pace
         is_full = (
             len(self._queue) >= MAX_QUEUED_VISITS or self._queued_blocks + num_blocks > MAX_QUEUED_BLOCKS
         )
@@ -233,7 +236,9 @@ class SizeCurve:
         num_handled = 0
         for (kind, length_bytes, _, chain), picked in zip(visits, self._picked(visits), strict=True):
             if kind is VisitKind.PUT:
-                yield from self._put(length_bytes, picked)
+                if picked:  # seldom, once there are many blocks
+                    yield from self._put(length_bytes, picked)
+                self._keep_within()
             elif self._is_past_pace:
                 self.lost_blocks += len(chain.keys)
                 continue
@@ -249,17 +254,21 @@ class SizeCurve:
 
     def _picked(self, visits: Sequence[Visit]) -> Iterator[Picked]:
         """Yield the sampled blocks of each visit."""
-        joined = b"".join(concatenated.from_iterable(chain.keys for *_, chain in visits))
+        joined = b"".join(concatenated.from_iterable([visit[3].keys for visit in visits]))
         words = np.frombuffer(joined, "<u8").reshape(-1, KEY_BYTES // 8)
         hashes: npt.NDArray[np.uint64] = words @ self._multipliers
         where = np.flatnonzero(hashes <= np.uint64(self._hash_limit))
         indices: list[int] = where.tolist()
         sampled: list[int] = hashes[where].tolist()
+        indices.append(len(hashes))  # behind the last visit
         at = end = 0
         for _, _, part, chain in visits:
             end += len(chain.keys)
+            if indices[at] >= end:
+                yield _NONE
+                continue
             first = at
-            while at < len(indices) and indices[at] < end:
+            while indices[at] < end:
                 at += 1
             limit = self._hash_limit  # it may have fallen meanwhile
             yield [(value ^ part, value) for value in sampled[first:at] if value <= limit]
@@ -305,8 +314,9 @@ class SizeCurve:
 
     def _put(self, length_bytes: int, picked: Picked) -> Iterator[None]:
         size_bytes = -(-length_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        samples = self._samples
         for at, (name, value) in enumerate(reversed(picked), 1):
-            sample = self._samples.get(name)
+            sample = samples.get(name)
             if sample is not None and sample.is_put:
                 if not sample.awaits_put:
                     self._stack.push(name, size_bytes)
@@ -315,32 +325,33 @@ class SizeCurve:
                 self._admit(name, value, size_bytes)
             if at % _SLICE_SAMPLES == 0:
                 yield
-        self._keep_within()
 
     def _admit(self, name: int, value: int, size_bytes: int) -> None:
         """Give a block its bytes: at the place that a lookup gave it, or else on top."""
-        if name in self._expected:
-            del self._expected[name]
+        samples, expected = self._samples, self._expected
+        if name in expected:
+            del expected[name]
             self._stack.resize(name, size_bytes)
         else:
             self._stack.push(name, size_bytes)
-        self._samples[name] = Sample(value, is_put=True, awaits_put=False)
+        samples[name] = Sample(value, True, False)
         heappush(self._largest, (-value, name))
-        while self.num_sampled > self._max_blocks:
+        while len(samples) - len(expected) > self._max_blocks:
             self._lower_limit(-self._largest[0][0] - 1)
 
     def _lower_limit(self, limit: int) -> None:
-        self._hash_limit = min(self._hash_limit, max(limit, 0))
-        while self._largest and -self._largest[0][0] > self._hash_limit:
-            _, name = heappop(self._largest)
-            sample = self._samples.get(name)
+        self._hash_limit = limit = min(self._hash_limit, max(limit, 0))
+        self._sampled_bytes = self.limit_bytes * self.sample_ratio
+        largest, samples = self._largest, self._samples
+        while largest and -largest[0][0] > limit:
+            _, name = heappop(largest)
+            sample = samples.get(name)
             if sample is not None and sample.is_put:
                 self._forget(name)
 
     def _keep_within(self) -> None:
         """Forget blocks used so long ago that no size keeps them; the heap does not grow with them."""
-        limit_bytes = self.limit_bytes * self.sample_ratio
-        while self._stack.total_bytes > limit_bytes and self.num_sampled > 1:
+        while self._stack.total_bytes > self._sampled_bytes and self.num_sampled > 1:
             deepest = self._stack.deepest()
             assert deepest is not None, "bytes without a block"
             self._forget(deepest)

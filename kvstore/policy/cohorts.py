@@ -19,17 +19,28 @@ class Block:
 
     ``uses`` counts the requests for it, ``children`` its stored ones. ``turns`` is twice the turn of the
     request that it came with, plus one if a request ended here.
+
+    Whoever makes one sets all of it: a call of a constructor in Python takes as long as all else that a
+    policy does for a new block of a run. ``new_block`` is for those who make few.
     """
 
     __slots__ = ("children", "cohort", "key", "parent", "turns", "uses")
 
-    def __init__(self, key: StorageKey | None, cohort: "Cohort", uses: int, turns: int) -> None:
-        self.key = key
-        self.parent: Block | None = None
-        self.children = 0
-        self.cohort = cohort
-        self.uses = uses
-        self.turns = turns
+    key: StorageKey | None
+    parent: "Block | None"
+    children: int
+    cohort: "Cohort"
+    uses: int
+    turns: int
+
+
+def new_block(key: StorageKey, cohort: "Cohort", uses: int, turns: int) -> Block:
+    """Return a block that has neither parent nor children yet."""
+    block = Block()
+    block.key, block.cohort, block.uses, block.turns = key, cohort, uses, turns
+    block.parent = None
+    block.children = 0
+    return block
 
 
 class Cohort:
@@ -77,8 +88,9 @@ class Lane:
 
     def weigh(self) -> None:
         """Take over what its class is worth."""
+        weight = self.weight
         for rung, worth in zip(self.rungs, self.evidence.worth, strict=True):
-            rung.worth = worth * self.weight
+            rung.worth = worth * weight
 
 
 class Cohorts:
@@ -114,6 +126,24 @@ class Cohorts:
         cohort.num += num
         cohort.lane.evidence.add(cohort.age, cohort.at_s, num)
 
+    def grow_each(self, cohort: Cohort, num: int) -> None:
+        """As ``grow`` by one, so many times."""
+        cohort.num += num
+        cohort.lane.evidence.add_each(cohort.age, cohort.at_s, num)
+
+    def move_each(self, old: Cohort, new: Cohort, num: int, now_s: float) -> None:
+        """As ``end`` of one block that was used again and ``grow`` of another by one, so many times."""
+        if old.lane.evidence is new.lane.evidence and old.age == new.age:
+            for _ in range(num):  # both change the same sum, in turns
+                self.end(old, 1, now_s, is_use=True)
+                self.grow(new, 1)
+            return
+        old.num -= num
+        if not old.num:
+            self._num_empty += 1
+        old.lane.evidence.end_each(old.age, old.at_s, num, now_s=now_s)
+        self.grow_each(new, num)
+
     def end(self, cohort: Cohort, num: int, now_s: float, *, is_use: bool) -> None:
         """Blocks of a cohort were used again, or forgotten."""
         cohort.num -= num
@@ -138,6 +168,20 @@ class Cohorts:
             if not leaves:
                 cohort.leaves = None
                 self._leave(cohort)
+
+    def leave_to_parent(self, leaf: Block, parent: Block) -> None:
+        """A leaf goes, and its parent becomes one: as ``drop_leaf`` and ``add_leaf``."""
+        cohort, leaves = leaf.cohort, leaf.cohort.leaves
+        if cohort is not parent.cohort or leaves is None or len(leaves) != 1:
+            self.drop_leaf(leaf)
+            self.add_leaf(parent)
+            return
+        # The cohort leaves its rung with its only leaf, and comes back as the last.
+        del leaves[leaf]
+        leaves[parent] = None
+        cohorts = cohort.lane.rungs[cohort.age].cohorts
+        del cohorts[cohort]
+        cohorts[cohort] = None
 
     def _climb(self, cohort: Cohort) -> None:
         rung = cohort.lane.rungs[cohort.age]

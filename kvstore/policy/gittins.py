@@ -3,11 +3,11 @@
 import heapq
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, repeat
 from typing import TypeVar
 
 from kvstore.policy.block_classes import new_class, told_class, trailing_class, used_class
-from kvstore.policy.cohorts import Block, Cohort, Cohorts, Lane
+from kvstore.policy.cohorts import Block, Cohort, Cohorts, Lane, new_block
 from kvstore.policy.hazard_state import STATE_VERSION, read_state
 from kvstore.policy.hazards import ClassPath, Hazards
 from kvstore.policy.protocol import NO_HINT, Hint, Offer
@@ -117,37 +117,64 @@ class GittinsPolicy:
 
     def offer(self, offer: Offer, *, now_s: float) -> None:
         """Class blocks as those of one request."""
+        self._count_offer(now_s)
+        keys, hint, offered = offer.blocks, offer.hint, self._offered
+        parent = None if offer.parent is None else self._blocks.get(offer.parent)
+        if offered and not offered.keys().isdisjoint(keys):
+            for key in keys:  # what is offered again comes behind what may be forgotten
+                offered.pop(key, None)
+        known = self._known_ghosts(keys)
+        last = next((ghost for ghost in reversed(known) if ghost is not None), parent)
+        turns = 2 if last is None else (last.turns & ~1) + 2 * (last.turns & 1)
+        num_new = len(keys) - len(known) + known.count(None)
+        lane = self._lane(new_class(turns >> 1, num_new, hint), hint)
+        if len(keys) > 1:
+            offered.update(dict.fromkeys(keys, (lane, turns)))
+        if known:
+            self._offer_ghosts(keys, known, now_s, hint)
+        if not known or known[-1] is None:
+            offered[keys[-1]] = self._lane(trailing_class(turns >> 1, num_new, hint), hint), turns
+        for key in keys[-2:]:
+            lane, turns = offered[key]
+            offered[key] = lane, turns | 1
+        if len(keys) == 1 and parent is not None:
+            parent.turns |= 1
+        self._bound_offered(max(_MAX_OFFERED, 2 * len(keys)))
+
+    def _count_offer(self, now_s: float) -> None:
         self._num_offers += 1
         self._now_s = now_s
         if self._num_offers % _REBUILD_REQUESTS == 0:
             self._cohorts.rebuild(now_s)
             self._ghost_limit = max(_MIN_GHOSTS, min(_GHOSTS_PER_BLOCK * len(self._blocks), _MANY_GHOSTS))
-        ghosts, offered, hint = self._ghosts, self._offered, offer.hint
-        parent = None if offer.parent is None else self._blocks.get(offer.parent)
-        known = [ghosts.get(hash(key)) for key in offer.blocks]
-        last = next((ghost for ghost in reversed(known) if ghost is not None), parent)
-        turns = 2 if last is None else (last.turns & ~1) + 2 * (last.turns & 1)
-        lane = self._lane(new_class(turns >> 1, known.count(None), hint), hint)
-        for key, ghost in zip(offer.blocks, known, strict=True):
-            offered.pop(key, None)  # what is offered again comes behind what may be forgotten
+
+    def _bound_offered(self, limit: int) -> None:
+        if len(self._offered) > limit:
+            for key in _too_many(self._offered, limit):
+                del self._offered[key]
+
+    def _known_ghosts(self, keys: Sequence[StorageKey]) -> list[Block | None]:
+        """Return the ghosts of blocks; nothing if none of them has one."""
+        ghosts = self._ghosts
+        if not ghosts:
+            return []
+        known = list(map(ghosts.get, map(hash, keys)))
+        return known if any(known) else []
+
+    def _offer_ghosts(
+        self, keys: Sequence[StorageKey], known: Sequence[Block | None], now_s: float, hint: Hint
+    ) -> None:
+        """Class offered blocks that have ghosts by their uses."""
+        offered = self._offered
+        old: Cohort | None = None
+        uses = turns = 0
+        for key, ghost in zip(keys, known, strict=True):
             if ghost is None:
-                offered[key] = lane, turns
-            else:
-                gap_s = now_s - ghost.cohort.at_s
-                offered[key] = self._used_lane(ghost.uses + 1, gap_s, hint), ghost.turns
-        if known[-1] is None:
-            offered[offer.blocks[-1]] = (
-                self._lane(trailing_class(turns >> 1, known.count(None), hint), hint),
-                turns,
-            )
-        for key in offer.blocks[-2:]:
-            offered[key] = offered[key][0], offered[key][1] | 1
-        if len(known) == 1 and parent is not None:
-            parent.turns |= 1
-        limit = max(_MAX_OFFERED, 2 * len(offer.blocks))
-        if len(offered) > limit:
-            for key in _too_many(offered, limit):
-                del offered[key]
+                continue
+            if ghost.cohort is not old or ghost.uses != uses or ghost.turns != turns:
+                old, uses, turns = ghost.cohort, ghost.uses, ghost.turns
+                classed = self._used_lane(uses + 1, now_s - old.at_s, hint), turns
+            offered[key] = classed
 
     def insert(
         self,
@@ -160,22 +187,49 @@ class GittinsPolicy:
         is_use: bool = True,
     ) -> None:
         """File blocks in cohorts of the request that offered them."""
-        known = [block for block in blocks if block in self._blocks]
-        if known and is_use:
-            self.touch(known, now_s=now_s, hint=hint)
-        missing = [block for block in blocks if block not in self._blocks] if known else blocks
+        stored = self._blocks
+        if not stored.keys().isdisjoint(blocks):
+            self._insert_missing(blocks, Offer(blocks, size_bytes, parent, hint, is_use), now_s)
+            return
+        if not blocks:
+            return
+        run = self._learn(Offer(blocks, size_bytes, parent, hint, is_use), now_s)
+        above = None if parent is None else stored.get(parent)
+        if len(run) == 1:
+            stored[blocks[0]] = run[0]
+        else:
+            num_before = len(stored)
+            stored.update(zip(blocks, run, strict=True))
+            if len(stored) != num_before + len(run):  # a chain that names a block twice
+                self._file(blocks, dict(zip(blocks, run, strict=True)), above)
+                return
+            _chain(run)
+        # Blocks that have no child yet: no claim of a chain can make a circle.
+        if above is not None:
+            self._link(run[0], above)
+        self._cohorts.add_leaf(run[-1])
+
+    def _insert_missing(self, blocks: Sequence[StorageKey], offer: Offer, now_s: float) -> None:
+        """File those blocks of a chain that are not stored yet, and use the others."""
+        stored = self._blocks
+        if offer.is_use:
+            self.touch([key for key in blocks if key in stored], now_s=now_s, hint=offer.hint)
+        missing = [key for key in blocks if key not in stored]
         if not missing:
             return
-        learned = self._learn(Offer(missing, size_bytes, parent, hint, is_use), now_s)
-        new = dict(zip(missing, learned, strict=True))
-        previous = None if parent is None else self._blocks.get(parent)
+        new = dict(zip(missing, self._learn(offer._replace(blocks=missing), now_s), strict=True))
+        self._file(blocks, new, None if offer.parent is None else stored.get(offer.parent))
+
+    def _file(
+        self, blocks: Sequence[StorageKey], new: Mapping[StorageKey, Block], previous: Block | None
+    ) -> None:
+        """File those blocks of a chain that are new one by one; ``previous`` is before the first."""
         for key in blocks:
             block = new.get(key)
             if block is None:
                 previous = self._blocks[key]
                 continue
             self._blocks[key] = block
-            # A block that has no child yet: no claim of a chain can make a circle.
             if previous is not None:
                 self._link(block, previous)
             previous = block
@@ -192,7 +246,7 @@ class GittinsPolicy:
         """File blocks in one cohort of new ones: when they were last used is not known."""
         lane = self._lane(new_class(1, len(blocks), NO_HINT), NO_HINT)
         cohort = self._cohorts.start(lane, now_s)
-        new = {key: Block(key, cohort, 1, 2) for key in blocks if key not in self._blocks}
+        new = {key: new_block(key, cohort, 1, 2) for key in blocks if key not in self._blocks}
         self._cohorts.grow(cohort, len(new))
         self._blocks.update(new)
         for key, parent in zip(blocks, parents, strict=True):
@@ -228,33 +282,95 @@ class GittinsPolicy:
 
     def refuse(self, offer: Offer, *, now_s: float) -> None:
         """Remember blocks as ghosts in cohorts of the request that offered them."""
+        ghosts = self._ghosts
         for block in self._learn(offer, now_s):
             key, block.key = block.key, None
-            self._ghosts[hash(key)] = block
+            ghosts[hash(key)] = block
         self._bound_ghosts(now_s)
 
-    def _learn(self, offer: Offer, now_s: float) -> Iterator[Block]:
-        """Make the blocks of an offer, each in its cohort and its ghost forgotten."""
+    def _learn(self, offer: Offer, now_s: float) -> list[Block]:
+        """Make the blocks of an offer, each in its cohort and its ghost forgotten, and not yet linked."""
         self._class(offer, now_s)
+        if self._known_ghosts(offer.blocks):
+            return self._learn_ghosts(offer, now_s)
+        offered, keys = self._offered, offer.blocks
+        if len(keys) == 1:  # most puts: what a run takes pays from two blocks on
+            lane, turns = offered.pop(keys[0])
+            cohort = self._cohorts.start(lane, now_s)
+            self._cohorts.grow(cohort, 1)
+            return [new_block(keys[0], cohort, 1, turns)]
+        return self._learn_run(offer, now_s)
+
+    def _learn_run(self, offer: Offer, now_s: float) -> list[Block]:
+        """As ``_learn``, of classed blocks none of which has a ghost."""
+        offered, keys = self._offered, offer.blocks
+        classes = list(map(offered.pop, keys, repeat(None)))
+        if not all(classes):  # a chain that names a block twice
+            offered.update((key, known) for key, known in zip(keys, classes, strict=True) if known)
+            return self._learn_ghosts(offer, now_s)
         fresh: dict[Lane, Cohort] = {}
-        cohorts, ghosts, offered = self._cohorts, self._ghosts, self._offered
+        run: list[Block] = []
+        last: tuple[Lane, int] | None = None
+        cohort: Cohort | None = None
+        start = turns = 0
+        for key, classed in zip(keys, classes, strict=True):
+            if classed is not last:
+                assert classed is not None, "a block without a class"
+                self._settle(None, cohort, len(run) - start, now_s)
+                start, last = len(run), classed
+                lane, turns = classed
+                cohort = self._fresh(fresh, lane, now_s)
+            assert cohort is not None, "a block without a cohort"
+            # As new_block does, without a call for each.
+            block = Block()
+            block.key = key
+            block.parent = None
+            block.children = 0
+            block.cohort = cohort
+            block.uses = 1
+            block.turns = turns
+            run.append(block)
+        self._settle(None, cohort, len(run) - start, now_s)
+        return run
+
+    def _learn_ghosts(self, offer: Offer, now_s: float) -> list[Block]:
+        """As ``_learn``, of any blocks: some have ghosts."""
+        fresh: dict[Lane, Cohort] = {}
+        ghosts, offered = self._ghosts, self._offered
+        run: list[Block] = []
+        old: Cohort | None = None
+        new: Cohort | None = None
+        num = 0
         for key in offer.blocks:
-            ghost = ghosts.pop(hash(key), None) if ghosts else None
+            ghost = ghosts.pop(hash(key), None)
             if ghost is not None and not offer.is_use:
                 offered.pop(key, None)
                 # Not the ghost itself: blocks that it left behind may still name it as their parent.
-                yield Block(key, ghost.cohort, ghost.uses, ghost.turns)
+                run.append(new_block(key, ghost.cohort, ghost.uses, ghost.turns))
                 continue
             if key not in offered:  # its ghost was another's, whose key has the same hash
+                self._settle(old, new, num, now_s)
+                num = 0
                 self.offer(offer._replace(blocks=(key,), is_use=True), now_s=now_s)
             lane, turns = offered.pop(key)
             cohort = fresh.get(lane) or self._fresh(fresh, lane, now_s)
-            uses = 1
-            if ghost is not None:
-                uses += ghost.uses
-                cohorts.end(ghost.cohort, 1, now_s, is_use=True)
-            cohorts.grow(cohort, 1)
-            yield Block(key, cohort, uses, turns)
+            left = None if ghost is None else ghost.cohort
+            if left is not old or cohort is not new:
+                self._settle(old, new, num, now_s)
+                old, new, num = left, cohort, 0
+            num += 1
+            run.append(new_block(key, cohort, 1 if ghost is None else 1 + ghost.uses, turns))
+        self._settle(old, new, num, now_s)
+        return run
+
+    def _settle(self, old: Cohort | None, new: Cohort | None, num: int, now_s: float) -> None:
+        """Blocks of a new cohort were made, which had ghosts in an old one, or none."""
+        if new is None or not num:
+            return
+        if old is None:
+            self._cohorts.grow_each(new, num)
+        else:
+            self._cohorts.move_each(old, new, num, now_s)
 
     def candidates(self, *, now_s: float, offer: Offer | None = None) -> Iterator[StorageKey]:
         """Yield leaves, least worth first, and each parent as soon as its last child was named."""
@@ -337,12 +453,24 @@ class GittinsPolicy:
 
     def _take(self, key: StorageKey) -> Block | None:
         block = self._blocks.pop(key, None)
-        if block is not None:
-            if not block.children:
-                self._cohorts.drop_leaf(block)
-            self._unlink(block)
-            block.key = None
+        if block is None:
+            return None
+        parent = block.parent
+        if parent is not None:
+            block.parent = None
+            if parent.key is None:
+                parent = None
+            else:
+                parent.children -= 1
+        if block.children:
+            if parent is not None and not parent.children:
+                self._cohorts.add_leaf(parent)
             block.children = 0
+        elif parent is not None and not parent.children:
+            self._cohorts.leave_to_parent(block, parent)
+        else:
+            self._cohorts.drop_leaf(block)
+        block.key = None
         return block
 
     def _bound_ghosts(self, now_s: float) -> None:
@@ -420,3 +548,12 @@ def _is_above(block: Block, other: Block) -> bool:
     while above is not None and above is not block:
         above = above.parent
     return above is block
+
+
+def _chain(run: Sequence[Block]) -> None:
+    """Make each of some new blocks the parent of the next."""
+    previous = run[0]
+    for block in run[1:]:
+        previous.children = 1
+        block.parent = previous
+        previous = block

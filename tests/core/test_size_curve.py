@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import operator
 import random
 from collections import OrderedDict
 from pathlib import Path
@@ -320,3 +321,57 @@ async def test_what_was_noted_is_handled_in_the_background(monkeypatch):
         while curve.curve().lookups < num_lookups:  # noqa: ASYNC110 (no event tells of it)
             await asyncio.sleep(0.001)
     running.cancel()
+
+
+class PlainCurve(SizeCurve):
+    """A curve that asks of each key by itself whether it is sampled, and keeps nothing to save time."""
+
+    def _picked(self, visits):
+        for _, _, part, chain in visits:
+            words = [[int.from_bytes(key[at : at + 8], "little") for at in (0, 8, 16, 24)] for key in chain]
+            factors = self._multipliers.tolist()
+            hashes = [sum(map(operator.mul, word, factors)) % (1 << 64) for word in words]
+            yield [(value ^ part, value) for value in hashes if value <= self._hash_limit]
+
+    def _keep_within(self):
+        self._sampled_bytes = self.limit_bytes * self.sample_ratio
+        super()._keep_within()
+
+
+VISITS = st.lists(
+    st.tuples(st.sampled_from(["match", "fetch", "put", "put"]), st.integers(0, 40), st.integers(1, 12)),
+    min_size=1,
+    max_size=60,
+)
+
+
+@given(VISITS, st.integers(1, 9))
+def test_what_is_sampled_is_what_each_key_says_by_itself(visits, at_a_time):
+    clock = FakeClock()
+    kinds = [SizeCurve, PlainCurve]
+    fast, plain = curves = [
+        kind(multipliers=[3, 5, 1 << 40 | 1, 7], limit_bytes=30 * BLOCK, clock=clock, max_blocks=8)
+        for kind in kinds
+    ]
+    for number, (verb, first, length) in enumerate(visits):
+        chain = chain_of(range(first, first + length))
+        for curve in curves:
+            if verb == "match":
+                curve.note_match(SHELF, chain, num_hits=first % 2)
+            elif verb == "fetch":
+                curve.note_fetch(SHELF, chain)
+            else:
+                curve.note_put(SHELF, chain)
+            if number % at_a_time == 0:
+                curve.settle()
+    for curve in curves:
+        curve.settle()
+
+    assert fast.is_on
+    assert plain.is_on
+    assert fast.sample_ratio == plain.sample_ratio
+    assert fast._samples == plain._samples
+    assert {name: fast._stack.above(name) for name in fast._samples} == {
+        name: plain._stack.above(name) for name in plain._samples
+    }
+    assert fast.curve().hit_ratio(20 * BLOCK) == plain.curve().hit_ratio(20 * BLOCK)
