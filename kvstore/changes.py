@@ -41,8 +41,8 @@ def ready_changes(blocks: Iterable[Stored]) -> Iterator[ChangedRun]:
 class CopyChanges:
     """A bounded queue; what finds no room is counted and forgotten. One event loop's thread.
 
-    It keeps keys and no blocks: what is gone is not kept alive until it was told of, and noting a put's blocks
-    as one run takes as long as noting one. Blocks leave one by one, and are joined as they come.
+    It keeps keys and no blocks, so that what is gone need not live until it was told of. The blocks of a put
+    are noted as one run, which takes as long as noting one block; those that leave one by one are joined.
     ``opened`` are namespaces that were opened lately, whose blocks nobody was told of.
     """
 
@@ -94,23 +94,27 @@ class CopyChanges:
         waiting, left = self._waiting, min(limit, self._num_waiting)
         self._num_waiting -= left
         while left:
-            run = waiting[0]
-            is_ready, tier, namespace, keys, parent = run
-            start, num_keys = self._num_taken, len(keys)
-            stop = min(start + left, num_keys)
-            left -= stop - start
-            if stop - start < num_keys:
-                before = keys[start - 1] if is_ready and start else parent
-                run = (is_ready, tier, namespace, keys[start:stop], before)
-            taken.append(run)
-            if stop < num_keys:
-                self._num_taken = stop
+            num_keys = len(waiting[0][3])
+            if self._num_taken or num_keys > left:
+                taken.append(self._take_part(left))
+                left -= len(taken[-1][3])
             else:
-                self._num_taken = 0
-                waiting.popleft()
+                taken.append(waiting.popleft())
+                left -= num_keys
         if not waiting:
             self._leaving = None  # its keys are the taker's
         return taken
+
+    def _take_part(self, limit: int) -> ChangedRun:
+        """Return what is left of the first run, at most so many of its changes."""
+        is_ready, tier, namespace, keys, parent = self._waiting[0]
+        start, stop = self._num_taken, self._num_taken + limit
+        self._num_taken = stop
+        if stop >= len(keys):
+            self._num_taken = 0
+            self._waiting.popleft()
+        before = keys[start - 1] if is_ready and start else parent
+        return (is_ready, tier, namespace, keys[start:stop], before)
 
     def take_lost(self) -> Mapping[NamespaceDigest, int]:
         """Return how many changes in each namespace found no room since this was last asked."""

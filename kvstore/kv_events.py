@@ -110,23 +110,22 @@ def events_of(
     Blocks that are stored are joined only where each is the child of the one before.
     """
     events: list[KvEvent] = []
-    about: tuple[bool, str, NamespaceDigest] | None = None
+    was_ready, last_tier, last_namespace = False, "", None
     last: Sequence[BlockKey] = ()
     joined: list[BlockKey] | None = None  # the keys of the last event, once there are several runs in it
     medium, num_tokens = "", 0
-    # Nothing is called that can be spared: a put of one block at a time brings a run for each.
+    # Nothing is called that can be spared: puts of one block at a time bring a run for each.
     for is_ready, tier, namespace, keys, parent in changes:
-        if about == (is_ready, tier, namespace):
-            if not is_ready or parent == last[-1]:
-                if joined is None:
-                    joined = [*last]
-                    events[-1] = events[-1]._replace(keys=joined)
-                joined += keys
-                last = keys
-                continue
-        else:
-            about = (is_ready, tier, namespace)
+        if namespace != last_namespace or tier != last_tier:
             medium, num_tokens = MEDIUM_WORDS[media[tier]], block_tokens(namespace)
-        last, joined = keys, None
+            last_tier, last_namespace = tier, namespace
+        elif is_ready == was_ready and (not is_ready or parent == last[-1]):
+            if joined is None:
+                joined = [*last]
+                events[-1] = events[-1]._replace(keys=joined)
+            joined += keys
+            last = keys
+            continue
+        was_ready, last, joined = is_ready, keys, None
         events.append(KvEvent(is_ready, medium, namespace, keys, parent, num_tokens))
     return events

@@ -159,9 +159,11 @@ class ZmqPublisher:
             )
 
     def _keep(self, events: Sequence[bytes]) -> tuple[int, bytes]:
-        """Give a batch the next number and keep it for replays; returns number and payload."""
+        """Give a batch the next number, and keep it if there are replays; returns number and payload."""
         payload = self._packer.batch(self._wall_s(), events, _RANK)
         number, self._next = self._next, self._next + 1
+        if self._replaying is None:
+            return number, payload
         self._kept.append((number, payload))
         self._kept_bytes += len(payload)
         while len(self._kept) > self._kept_batches or self._kept_bytes > _KEPT_BYTES:
