@@ -1,12 +1,16 @@
 """What metrics and events cost: stores that tell nothing, and one that is scraped and publishes.
 
 Three stores take turns: ``silent`` and ``control`` tell nothing, ``telling`` publishes its events to a
-process that reads them, and is scraped. A turn is a tenth of a second of put of new blocks, which evict old
-ones; then, in turns again, the last of them are fetched for as long. Between its turns a store is stopped
-(SIGSTOP), so that what it does by the clock counts as if it worked all the time. The order within each round
-is drawn. Printed are medians over all rounds, and ratios to ``silent`` with intervals of 95 % (bootstrap over
-rounds): of the wall time of put and of fetch_into, and of the CPU time of server and client together. The
-ratio of ``control`` is what the machine can tell apart.
+process that reads them, and is scraped. There are two cases:
+
+full  a tenth of a second of put of new blocks, which evict old ones; then the last of them are fetched
+room  as data_plane.py does: up to 128 MiB of new blocks are put into a store with room, and fetched; then
+      they are dropped, which is timed apart
+
+Between its turns a store is stopped (SIGSTOP), so that what it does by the clock counts as if it worked all
+the time. The order within each round is drawn. Printed are medians over all rounds, and ratios to ``silent``
+with intervals of 95 % (bootstrap over rounds): of the wall time of each call, and of the CPU time of server
+and client together, over all that a round does. The ratio of ``control`` is what the machine can tell apart.
 
 The scrapes come every 45 seconds, for once per 15 seconds of work, as the chart has Prometheus do. What one
 costs the server is measured apart, in the end.
@@ -14,6 +18,7 @@ costs the server is measured apart, in the end.
 
 import argparse
 import contextlib
+import itertools
 import json
 import random
 import subprocess
@@ -37,12 +42,16 @@ from kvstore.drill.store_process import StoreProcess, StoreSettings, guarded
 MIB = 1 << 20
 PATIENT = Timeouts(match_s=30, fetch_s=30, put_s=30, control_s=30)
 SIDES = ("silent", "control", "telling")
+CASES = ("full", "room")
 _SCRAPE_S = 45.0
 _SCRAPES = 20
 _WARM_ROUNDS = 6
 _TURN_S = 0.1
 _STEP_BYTES = 64 * MIB
-_DRAM_BYTES = 256 * MIB
+_DRAM_BYTES = {"full": 256 * MIB, "room": 512 * MIB}
+_ROOM_BYTES = 128 * MIB
+"""What a turn puts at most where nothing is to leave for it: what a round of data_plane.py puts."""
+
 _RESAMPLES = 2000
 
 
@@ -67,14 +76,28 @@ def keep_reading(endpoint: str, metrics_url: str) -> None:
                 answer.read()
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is measured at a time: a case, and how many blocks of what size a call has."""
+
+    case: str
+    block_bytes: int
+    batch: int
+
+    @property
+    def call_bytes(self) -> int:
+        """Payload of a call."""
+        return self.block_bytes * self.batch
+
+
 class Side:
     """One store and a client of it."""
 
-    def __init__(self, folder: Path, space: Namespace, *, is_telling: bool) -> None:
+    def __init__(self, folder: Path, space: Namespace, *, dram_bytes: int, is_telling: bool) -> None:
         folder.mkdir()
         port, endpoint = free_port(), f"tcp://127.0.0.1:{free_port()}"
         self._metrics_url = f"http://127.0.0.1:{port}/metrics"
-        settings = StoreSettings(dram_bytes=_DRAM_BYTES, policy="lru", http_port=port if is_telling else 0)
+        settings = StoreSettings(dram_bytes=dram_bytes, policy="lru", http_port=port if is_telling else 0)
         self._store = StoreProcess(folder, settings)
         self._store.start(more=("--events", endpoint) if is_telling else ())
         self._client = KVStore.connect(self._store.socket_path, timeouts=PATIENT)
@@ -127,6 +150,12 @@ class Side:
             blocks = self._client.fetch_into(chain, into).blocks
             assert blocks == len(chain), f"{blocks} of {len(chain)} there"
 
+    def drop(self, chains: list[PrefixChain]) -> None:
+        """Have them forgotten."""
+        for chain in chains:
+            dropped = self._client.drop(chain)
+            assert dropped == len(chain), f"{dropped} of {len(chain)} dropped"
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -136,36 +165,49 @@ class Turn:
     fetch_chains: int
     fetches: int
 
-    def lasting(self, put_s: float, fetch_s: float) -> "Turn":
+    def lasting(self, put_s: float, fetch_s: float, *, max_chains: int | None) -> "Turn":
         """Return a turn of the length wanted, by the seconds that this one takes."""
         put_chains = self.put_chains * max(1, round(_TURN_S / put_s))
+        if max_chains is not None:
+            put_chains = max(self.fetch_chains, min(put_chains, max_chains))
         return Turn(put_chains, self.fetch_chains, max(1, round(_TURN_S / fetch_s)))
 
 
 Samples = dict[tuple[str, str], list[float]]
-"""Seconds of each round, by what (put, fetch_into, cpu) and side."""
+"""Seconds of each round, by what (put, fetch_into, drop, cpu) and side."""
 
 
-def measure(block_bytes: int, batch: int, *, seconds: float, seed: int) -> Samples:
-    """Measure one size of blocks for so long."""
-    space = Namespace("telemetry", KVLayout.opaque(block_bytes=block_bytes, block_tokens=16))
-    payload = np.random.default_rng(1).integers(0, 256, block_bytes * batch, np.uint8)
+def measure(shape: Shape, *, seconds: float, seed: int) -> Samples:
+    """Measure one shape for so long."""
+    space = Namespace("telemetry", KVLayout.opaque(block_bytes=shape.block_bytes, block_tokens=16))
+    payload = np.random.default_rng(1).integers(0, 256, shape.call_bytes, np.uint8)
     into = np.empty_like(payload)
-    step = max(1, _STEP_BYTES // (block_bytes * batch))
+    step = max(1, _STEP_BYTES // shape.call_bytes)
+    max_chains = _ROOM_BYTES // shape.call_bytes if shape.case == "room" else None
     turn = Turn(step, step, 1)
     draw, samples = random.Random(seed), defaultdict[tuple[str, str], list[float]](list)
     with tempfile.TemporaryDirectory() as name:
-        sides = {side: Side(Path(name) / side, space, is_telling=side == "telling") for side in SIDES}
+        sides = {
+            side: Side(
+                Path(name) / side,
+                space,
+                dram_bytes=_DRAM_BYTES[shape.case],
+                is_telling=side == "telling",
+            )
+            for side in SIDES
+        }
         try:
             number = num_chains = 0
             until_s = time.monotonic() + seconds
             while time.monotonic() < until_s or number < _WARM_ROUNDS + 4:
-                chains = [space.chain([num_chains + at] * 16 * batch) for at in range(turn.put_chains)]
+                chains = [space.chain([num_chains + at] * 16 * shape.batch) for at in range(turn.put_chains)]
                 num_chains += len(chains)
-                taken = _round(sides, turn, chains, payload, into, draw)
+                taken = _round(sides, _works(shape, turn, chains, payload, into), draw)
                 number += 1
                 if number == _WARM_ROUNDS:
-                    turn = turn.lasting(taken["put", "silent"], taken["fetch_into", "silent"])
+                    turn = turn.lasting(
+                        taken["put", "silent"], taken["fetch_into", "silent"], max_chains=max_chains
+                    )
                 if number > _WARM_ROUNDS + 1:
                     for what, value in taken.items():
                         samples[what].append(value)
@@ -177,21 +219,27 @@ def measure(block_bytes: int, batch: int, *, seconds: float, seed: int) -> Sampl
     return samples
 
 
-def _round(
-    sides: dict[str, Side],
-    turn: Turn,
-    chains: list[PrefixChain],
-    payload: np.ndarray,
-    into: np.ndarray,
-    draw: random.Random,
-) -> dict[tuple[str, str], float]:
+Work = tuple[str, Callable[[Side], None]]
+"""What a round does with each side, and what that is called."""
+
+
+def _works(
+    shape: Shape, turn: Turn, chains: list[PrefixChain], payload: np.ndarray, into: np.ndarray
+) -> list[Work]:
+    fetched = chains[-turn.fetch_chains :] * turn.fetches
+    works: list[Work] = [
+        ("put", lambda side: side.put(chains, payload)),
+        ("fetch_into", lambda side: side.fetch(fetched, into)),
+    ]
+    if shape.case == "room":
+        works.append(("drop", lambda side: side.drop(chains)))
+    return works
+
+
+def _round(sides: dict[str, Side], works: list[Work], draw: random.Random) -> dict[tuple[str, str], float]:
     taken: dict[tuple[str, str], float] = {}
     before = {name: side.server_cpu_s() for name, side in sides.items()}
     spent = dict.fromkeys(sides, 0.0)
-    works: tuple[tuple[str, Callable[[Side], None]], ...] = (
-        ("put", lambda side: side.put(chains, payload)),
-        ("fetch_into", lambda side: side.fetch(chains[-turn.fetch_chains :] * turn.fetches, into)),
-    )
     for what, work in works:
         for name in draw.sample(SIDES, len(SIDES)):
             with sides[name].turn():
@@ -206,8 +254,9 @@ def _round(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What came of one size of blocks: medians by side, and ratios to ``silent`` with their intervals."""
+    """What came of one shape: medians by side, and ratios to ``silent`` with their intervals."""
 
+    case: str
     what: str
     block_bytes: int
     batch: int
@@ -222,12 +271,12 @@ class Row:
             for side, (low, high) in self.interval.items()
         ]
         return (
-            f"{self.what:11}{self.block_bytes:>8} B x{self.batch}  silent {self.median_ms['silent']:.2f} ms,"
-            f" {self.rounds} rounds; ratios: {', '.join(ratios)}"
+            f"{self.case} {self.what:11}{self.block_bytes:>8} B x{self.batch:<3}"
+            f" silent {self.median_ms['silent']:.2f} ms, {self.rounds} rounds; ratios: {', '.join(ratios)}"
         )
 
 
-def row(what: str, block_bytes: int, batch: int, samples: Samples) -> Row:
+def row(what: str, shape: Shape, samples: Samples) -> Row:
     """Compare the sides: medians of wall time, sums of CPU time."""
     values = {side: np.array(samples[what, side]) for side in SIDES}
     rounds = len(values["silent"])
@@ -243,15 +292,16 @@ def row(what: str, block_bytes: int, batch: int, samples: Samples) -> Row:
         low, high = np.percentile(drawn, (2.5, 97.5))
         interval[side] = (round(float(low), 4), round(float(high), 4))
     median_ms = {side: round(float(np.median(values[side])) * 1000, 3) for side in SIDES}
-    return Row(what, block_bytes, batch, rounds, median_ms, ratio, interval)
+    return Row(shape.case, what, shape.block_bytes, shape.batch, rounds, median_ms, ratio, interval)
 
 
 def main() -> None:
     """Print a table, or with ``--json`` one object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--block-bytes", type=int, nargs="+", default=[64 << 10, 512 << 10, 2 * MIB])
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=50.0, help="time for each size")
+    parser.add_argument("--batch", type=int, nargs="+", default=[16], help="blocks of a call")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--seconds", type=float, default=50.0, help="time for each size, batch and case")
     parser.add_argument("--seed", type=int, default=1, help="of the order of turns")
     parser.add_argument("--read", nargs=2, metavar=("ENDPOINT", "URL"), help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")
@@ -260,10 +310,11 @@ def main() -> None:
         keep_reading(*args.read)
     rows: list[Row] = []
     scrapes_s: list[float] = []
-    for size in args.block_bytes:
-        samples = measure(size, args.batch, seconds=args.seconds, seed=args.seed)
+    for shape in itertools.starmap(Shape, itertools.product(args.cases, args.block_bytes, args.batch)):
+        samples = measure(shape, seconds=args.seconds, seed=args.seed)
         scrapes_s += samples["scrape", "telling"]
-        rows += [row(what, size, args.batch, samples) for what in ("put", "fetch_into", "cpu")]
+        measured = [what for what in ("put", "fetch_into", "drop", "cpu") if (what, "silent") in samples]
+        rows += [row(what, shape, samples) for what in measured]
     if args.json:
         print(json.dumps({"results": [asdict(one) for one in rows], "scrapes_s": scrapes_s}))
         return

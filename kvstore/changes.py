@@ -2,85 +2,119 @@
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from kvstore.keys import BlockKey, NamespaceDigest
 
 MAX_CHANGES = 131_072
-"""Changes that wait to be told, at most; about 100 bytes each, and the blocks they are about."""
+"""Changes that wait to be told, at most; at most about 200 bytes each, and the keys they are about."""
+
+ChangedRun = tuple[bool, str, NamespaceDigest, Sequence[BlockKey], BlockKey | None]
+"""Copies that may be served from now on (``True``), or may not any more, in the order in which that came.
+
+``(is_ready, tier, namespace, keys, parent)``: all of one tier and namespace. Of blocks that became READY each
+is the child of the one before, and ``parent`` is the key before the first: None of the first block of a
+sequence, and of blocks that are gone. A bare tuple, since one is made for each put.
+"""
 
 
-class Noted(Protocol):
-    """The block that a change is about, as the directory knows it."""
+class Stored(Protocol):
+    """A block that the directory has an entry of."""
 
     @property
-    def change_id(self) -> "tuple[NamespaceDigest, BlockKey, BlockKey | None] | None":
-        """Its namespace, its key and its parent (None: it has none, or it is not known).
-
-        None of a part that others stand for.
-        """
-
-
-class Stored(Noted, Protocol):
-    """A block that the directory has an entry of."""
+    def change_id(self) -> tuple[NamespaceDigest, BlockKey, BlockKey | None] | None:
+        """Its namespace, its key and its parent; None of a part that others stand for."""
 
     def residency(self) -> Sequence[str]:
         """Return the names of the tiers with a READY copy."""
 
 
-class CopyChange(NamedTuple):
-    """One copy of a block that may be served from now on, or may not any more.
-
-    ``parent`` is None of the first block of a sequence, and where it is not known.
-    """
-
-    is_ready: bool
-    tier: str
-    namespace: NamespaceDigest
-    key: BlockKey
-    parent: BlockKey | None
-
-
-def ready_changes(blocks: Iterable[Stored]) -> Iterator[CopyChange]:
-    """Yield the READY copies of blocks, each as it is when it is yielded."""
+def ready_changes(blocks: Iterable[Stored]) -> Iterator[ChangedRun]:
+    """Yield the READY copies of blocks, one at a time, each as it is when it is yielded."""
     for block in blocks:
         about = block.change_id
         if about is not None:
-            yield from (CopyChange(True, tier, *about) for tier in block.residency())
+            namespace, key, parent = about
+            yield from ((True, tier, namespace, (key,), parent) for tier in block.residency())
 
 
 class CopyChanges:
-    """A bounded queue. Noting costs one append; what finds no room is counted and forgotten.
+    """A bounded queue; what finds no room is counted and forgotten. One event loop's thread.
 
+    It keeps keys and no blocks, so that what is gone need not live until it was told of. The blocks of a put
+    are noted as one run, which takes as long as noting one block; those that leave one by one are joined.
     ``opened`` are namespaces that were opened lately, whose blocks nobody was told of.
     """
 
     def __init__(self, limit: int = MAX_CHANGES) -> None:
         self._limit = limit
-        self._waiting: deque[tuple[bool, str, Noted]] = deque()
+        self._waiting: deque[ChangedRun] = deque()
+        self._num_waiting = 0
+        self._num_taken = 0  # of the first run that waits
+        self._leaving: tuple[str, NamespaceDigest] | None = None  # what the last run that waits is about,
+        self._left: list[BlockKey] = []  # and its keys, if its blocks are gone and more may be joined
         self._lost: Counter[NamespaceDigest] = Counter()
         self.opened: deque[NamespaceDigest] = deque(maxlen=limit)
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return self._num_waiting
 
-    def note(self, is_ready: bool, tier: str, block: Noted) -> None:
-        """Have a change told."""
-        if len(self._waiting) < self._limit:
-            self._waiting.append((is_ready, tier, block))
-        elif (about := block.change_id) is not None:
-            self._lost[about[0]] += 1
+    def note_ready(
+        self, tier: str, namespace: NamespaceDigest, keys: Sequence[BlockKey], parent: BlockKey | None
+    ) -> None:
+        """Have blocks told of whose copies became READY, each the child of the one before.
 
-    def take(self, limit: int) -> list[CopyChange]:
+        ``parent`` is the key before the first, None if it is the first of its sequence. The caller never
+        changes ``keys``.
+        """
+        room = max(0, self._limit - self._num_waiting)
+        if len(keys) > room:
+            self._lost[namespace] += len(keys) - room
+            keys = keys[:room]
+        if keys:
+            self._leaving = None
+            self._waiting.append((True, tier, namespace, keys, parent))
+            self._num_waiting += len(keys)
+
+    def note_gone(self, tier: str, namespace: NamespaceDigest, key: BlockKey) -> None:
+        """Have a block told of whose copy may not be served any more."""
+        if self._num_waiting >= self._limit:
+            self._lost[namespace] += 1
+            return
+        self._num_waiting += 1
+        if self._leaving == (tier, namespace):
+            self._left.append(key)
+            return
+        self._leaving, self._left = (tier, namespace), [key]
+        self._waiting.append((False, tier, namespace, self._left, None))
+
+    def take(self, limit: int) -> list[ChangedRun]:
         """Return the changes that have waited longest, at most so many, in their order."""
-        pop = self._waiting.popleft
-        taken: list[CopyChange] = []
-        for _ in range(min(limit, len(self._waiting))):
-            is_ready, tier, block = pop()
-            about = block.change_id
-            if about is not None:
-                taken.append(CopyChange(is_ready, tier, *about))
+        taken: list[ChangedRun] = []
+        waiting, left = self._waiting, min(limit, self._num_waiting)
+        self._num_waiting -= left
+        while left:
+            num_keys = len(waiting[0][3])
+            if self._num_taken or num_keys > left:
+                taken.append(self._take_part(left))
+                left -= len(taken[-1][3])
+            else:
+                taken.append(waiting.popleft())
+                left -= num_keys
+        if not waiting:
+            self._leaving = None  # its keys are the taker's
         return taken
+
+    def _take_part(self, limit: int) -> ChangedRun:
+        """Return what is left of the first run, at most so many of its changes."""
+        is_ready, tier, namespace, keys, parent = self._waiting[0]
+        start, stop = self._num_taken, self._num_taken + limit
+        self._num_taken = stop
+        if stop >= len(keys):
+            self._num_taken = 0
+            self._waiting.popleft()
+        before = keys[start - 1] if is_ready and start else parent
+        return (is_ready, tier, namespace, keys[start:stop], before)
 
     def take_lost(self) -> Mapping[NamespaceDigest, int]:
         """Return how many changes in each namespace found no room since this was last asked."""

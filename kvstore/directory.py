@@ -129,7 +129,7 @@ class BlockEntry:
 
     @property
     def change_id(self) -> tuple[NamespaceDigest, BlockKey, BlockKey | None] | None:
-        """See ``changes.Noted``: the part with the first layer and the first head stands for all parts."""
+        """See ``changes.Stored``: the part with the first layer and the first head stands for all parts."""
         shelf = self.shelf
         return (shelf.namespace, self.key, self.parent if self.depth else None) if shelf.is_first else None
 
@@ -157,7 +157,7 @@ class Shelf:
     is_first: bool = True
 
     def __post_init__(self) -> None:
-        self.is_first = not self.part.layer_start and not self.part.head_start
+        self.is_first = self.part.is_first
         self.name_end = self.part.pack() + self.namespace
 
     def block(self, key: BlockKey) -> BlockId:
@@ -370,8 +370,7 @@ class Directory:
         shelf.entries[key] = self._by_name[name] = entry
         shelf.fastest[key] = tier
         copy.is_counted = self._count_at_parent(entry, tier)
-        if self.changes is not None:
-            self.changes.note(True, tier, entry)
+        self.note_ready(entry, tier)
         return entry
 
     def file_run(
@@ -411,9 +410,8 @@ class Directory:
         for copy in copies[1:]:
             copy.is_counted = True
         copies[0].is_counted = self._count_at_parent(run[0], tier)
-        if self.changes is not None:
-            for entry in run:
-                self.changes.note(True, tier, entry)
+        if self.changes is not None and shelf.is_first:
+            self.changes.note_ready(tier, shelf.namespace, keys, parent if depth else None)
         self._use_bytes(shelf.namespace, tier, len(run) * shelf.length_bytes)
         return run
 
@@ -430,8 +428,8 @@ class Directory:
         else:
             copy.is_counted = known.is_counted
         entry.copies[tier] = copy
-        if self.changes is not None and copy.state is CopyState.READY:
-            self.changes.note(True, tier, entry)
+        if copy.state is CopyState.READY:
+            self.note_ready(entry, tier)
         if entry.fastest is None and len(entry.copies) == 1:
             if copy.state is CopyState.READY and tier in self._certain_tiers:
                 entry.fastest = entry.shelf.fastest[entry.key] = tier
@@ -444,16 +442,17 @@ class Directory:
         entry.copies[tier].state = state
         if was_ready and state is not CopyState.READY:
             self._unlist(entry, tier)
-        if self.changes is not None and was_ready != (state is CopyState.READY):
-            self.changes.note(not was_ready, tier, entry)
+            self._note_gone(entry, tier)
+        elif state is CopyState.READY and not was_ready:
+            self.note_ready(entry, tier)
         self._update_fastest(entry)
 
     def remove_copy(self, entry: BlockEntry, tier: str, gone: Gone | None = None) -> Copy:
         """Take an entry's copy in a tier away, and remember why if it was the last and a reason is given."""
         copy = entry.copies.pop(tier)
         self._unlist(entry, tier)
-        if self.changes is not None and copy.state is CopyState.READY:
-            self.changes.note(False, tier, entry)
+        if copy.state is CopyState.READY:
+            self._note_gone(entry, tier)
         self._use_bytes(entry.shelf.namespace, tier, -entry.length_bytes)
         self._update_fastest(entry)
         if copy.is_counted:
@@ -462,6 +461,16 @@ class Directory:
             self.remember_gone(entry.name, gone)
         self.prune(entry)
         return copy
+
+    def note_ready(self, entry: BlockEntry, tier: str) -> None:
+        """Have it told that a tier has a copy of a block, if anybody wants to know."""
+        if self.changes is not None and (about := entry.change_id) is not None:
+            namespace, key, parent = about
+            self.changes.note_ready(tier, namespace, (key,), parent)
+
+    def _note_gone(self, entry: BlockEntry, tier: str) -> None:
+        if self.changes is not None and entry.shelf.is_first:
+            self.changes.note_gone(tier, entry.shelf.namespace, entry.key)
 
     def _unlist(self, entry: BlockEntry, tier: str) -> None:
         if self.listing is not None and tier == self._certain_tiers[0]:

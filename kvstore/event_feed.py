@@ -1,6 +1,6 @@
 """EventFeed: tells whoever listens which blocks a store holds, and where, as it changes.
 
-The way of a block only appends to a bounded queue, and that only while somebody listens. A task empties it
+The way of a put only appends to a bounded queue, and that only while somebody listens. A task empties it
 some times a second, a slice at a time, and hands batches to listeners, which must not block. What finds no
 room is lost, which listeners are told: then they know less than there is, and may learn it anew.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from kvstore.changes import CopyChange, CopyChanges
+from kvstore.changes import ChangedRun, CopyChanges
 from kvstore.keys import NamespaceDigest
 from kvstore.kv_events import KvEvent, events_of
 from kvstore.manager import BlockManager
@@ -99,7 +99,7 @@ class EventFeed:
                 self._hand_out(events, {})
                 await asyncio.sleep(0)
 
-    def _events(self, changes: Sequence[CopyChange]) -> list[KvEvent]:
+    def _events(self, changes: Sequence[ChangedRun]) -> list[KvEvent]:
         return events_of(changes, media=self._manager.media(), block_tokens=self._block_tokens)
 
     def _block_tokens(self, namespace: NamespaceDigest) -> int:

@@ -8,9 +8,9 @@ offloading: ``token_ids`` is empty.
 import enum
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from kvstore.changes import CopyChange
+from kvstore.changes import ChangedRun
 from kvstore.keys import BlockKey, NamespaceDigest
 from kvstore.tier import Medium
 
@@ -23,7 +23,8 @@ MEDIUM_WORDS: Mapping[Medium, str] = {
 }
 """What vLLM calls the media; the last word is SGLang's, for what other nodes reach too."""
 
-_INT_BYTES = 8
+HASH_INT_BYTES = 8
+"""Bytes at the end of a key that are its hash as an integer, big-endian."""
 
 
 class HashForm(enum.Enum):
@@ -43,14 +44,14 @@ class HashForm(enum.Enum):
             return bytes(key)
         if self is HashForm.HEX:
             return key.hex()
-        return int.from_bytes(key[-_INT_BYTES:], "big", signed=self is HashForm.SIGNED)
+        return int.from_bytes(key[-HASH_INT_BYTES:], "big", signed=self is HashForm.SIGNED)
 
     def of_all(self, keys: Sequence[BlockKey]) -> list[bytes | int | str]:
         """Return keys in this form; of integers all at once, which takes a quarter of the time."""
         if self not in (HashForm.INT, HashForm.SIGNED):
             return [self.of(key) for key in keys]
         code = "Q" if self is HashForm.INT else "q"
-        ends = b"".join([key[-_INT_BYTES:] for key in keys])
+        ends = b"".join([key[-HASH_INT_BYTES:] for key in keys])
         return list(struct.unpack(f">{len(keys)}{code}", ends))
 
 
@@ -67,8 +68,7 @@ class EventForm(enum.Enum):
         return told if self is EventForm.MAP else list(told.values())
 
 
-@dataclass(frozen=True, slots=True)
-class KvEvent:
+class KvEvent(NamedTuple):
     """Blocks of one namespace whose copies in one medium became READY (in chain order), or are gone."""
 
     is_stored: bool
@@ -100,7 +100,7 @@ ALL_CLEARED: Mapping[str, object] = {"type": "AllBlocksCleared"}
 
 
 def events_of(
-    changes: Iterable[CopyChange],
+    changes: Iterable[ChangedRun],
     *,
     media: Mapping[str, Medium],
     block_tokens: Callable[[NamespaceDigest], int],
@@ -110,15 +110,22 @@ def events_of(
     Blocks that are stored are joined only where each is the child of the one before.
     """
     events: list[KvEvent] = []
-    about: tuple[bool, str, NamespaceDigest] | None = None
-    keys: list[BlockKey] = []
-    # One pass without calls: thousands of blocks may come at once.
-    for is_ready, tier, namespace, key, parent in changes:
-        if about == (is_ready, tier, namespace) and (not is_ready or parent == keys[-1]):
-            keys.append(key)
+    was_ready, last_tier, last_namespace = False, "", None
+    last: Sequence[BlockKey] = ()
+    joined: list[BlockKey] | None = None  # the keys of the last event, once there are several runs in it
+    medium, num_tokens = "", 0
+    # Nothing is called that can be spared: puts of one block at a time bring a run for each.
+    for is_ready, tier, namespace, keys, parent in changes:
+        if namespace != last_namespace or tier != last_tier:
+            medium, num_tokens = MEDIUM_WORDS[media[tier]], block_tokens(namespace)
+            last_tier, last_namespace = tier, namespace
+        elif is_ready == was_ready and (not is_ready or parent == last[-1]):
+            if joined is None:
+                joined = [*last]
+                events[-1] = events[-1]._replace(keys=joined)
+            joined += keys
+            last = keys
             continue
-        keys = [key]
-        about = (is_ready, tier, namespace)
-        medium = MEDIUM_WORDS[media[tier]]
-        events.append(KvEvent(is_ready, medium, namespace, keys, parent, block_tokens(namespace)))
+        was_ready, last, joined = is_ready, keys, None
+        events.append(KvEvent(is_ready, medium, namespace, keys, parent, num_tokens))
     return events

@@ -28,6 +28,11 @@ class Part(NamedTuple):
     head_start: int
     head_stop: int
 
+    @property
+    def is_first(self) -> bool:
+        """Whether it has the first layer and the first head: it stands for all parts where one is to."""
+        return not self.layer_start and not self.head_start
+
     def pack(self) -> bytes:
         """Return the 8-byte form used in stored headers and storage keys (four little-endian u16)."""
         return _PART.pack(*self)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from kvstore.branches import Branches
-from kvstore.changes import CopyChange, CopyChanges, ready_changes
+from kvstore.changes import ChangedRun, CopyChanges, ready_changes
 from kvstore.closing import close_tiers
 from kvstore.departing import Departure
 from kvstore.directory import BlockEntry
@@ -528,8 +528,8 @@ class BlockManager:
         """Have every copy that becomes READY or goes noted there from now on; None: nowhere."""
         self._state.directory.changes = changes
 
-    def ready_copies(self, namespace: NamespaceDigest) -> Iterator[CopyChange]:
-        """Yield the READY copies of a namespace that are certain, each as it is when it is yielded."""
+    def ready_copies(self, namespace: NamespaceDigest) -> Iterator[ChangedRun]:
+        """Yield the certain READY copies of a namespace one by one, each as it is when it is yielded."""
         return ready_changes(self._state.directory.entries_in(namespace))
 
     async def change_policy(self, text: str) -> str:

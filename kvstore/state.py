@@ -163,7 +163,9 @@ class State:
         """Have others told that a shared tier lost a block that it was believed to hold."""
         changes = self.directory.changes
         if changes is not None and name in self.beliefs[tier]:
-            changes.note(False, tier, BlockId.of_storage_key(name))
+            namespace, part, key = BlockId.of_storage_key(name)
+            if part.is_first:
+                changes.note_gone(tier, namespace, key)
 
     def deadline_s(self, timeout_s: float | None) -> float:
         """Return the instant a call that may take ``timeout_s`` (None: the default) must end at."""
@@ -318,9 +320,8 @@ class State:
             self._insert(tier, [entry], is_use=False)
             return
         beliefs = self.beliefs.setdefault(tier, Beliefs())
-        changes = self.directory.changes
-        if changes is not None and entry.name not in beliefs:
-            changes.note(True, tier, entry)
+        if entry.name not in beliefs:
+            self.directory.note_ready(entry, tier)
         beliefs.note(entry.name)
         if tier in entry.copies:
             self.directory.remove_copy(entry, tier)

@@ -61,12 +61,6 @@ class BlockId(NamedTuple):
         """The name under which tiers file it."""
         return StorageKey(self.key + self.part.pack() + self.namespace)
 
-    @property
-    def change_id(self) -> tuple[NamespaceDigest, BlockKey, BlockKey | None] | None:
-        """See ``changes.Noted``."""
-        is_first = not self.part.layer_start and not self.part.head_start
-        return (self.namespace, self.key, None) if is_first else None
-
     @classmethod
     def of_storage_key(cls, name: StorageKey) -> "BlockId":
         """Return the id that a name was made of."""

@@ -15,17 +15,16 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
-import msgpack
 import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from kvstore.errors import InvalidConfig
 from kvstore.event_feed import EventBatch, EventFeed
-from kvstore.kv_events import ALL_CLEARED
+from kvstore.event_packing import EventPacker
 from kvstore.server_counters import EventCounters
 from kvstore.zmq_settings import ZmqSettings
 
@@ -63,6 +62,7 @@ class ZmqPublisher:
         self._counters = counters
         self._wall_s = wall_s
         self._kept_batches = kept_batches
+        self._packer = EventPacker(settings.hashes, settings.form, settings.media)
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._next = 0
@@ -133,7 +133,7 @@ class ZmqPublisher:
     @contextlib.asynccontextmanager
     async def publishing(self, feed: EventFeed) -> AsyncIterator[None]:
         """Publish all that a feed tells from now on, and answer those who want it again."""
-        self._publish([ALL_CLEARED])
+        self._publish([self._packer.cleared()])
         answering = asyncio.create_task(self._answer_forever(), name="event-replays")
         try:
             with feed.listening(self._take):
@@ -145,19 +145,12 @@ class ZmqPublisher:
     def _take(self, batch: EventBatch) -> None:
         if batch.lost:
             # Not sent: whoever counts sees that a number is missing, and asks for it.
-            self._keep([ALL_CLEARED])
-        words = self._settings.media
-        events: list[Mapping[str, object]] = []
-        for event in batch.events:
-            word = words.get(event.medium, event.medium)
-            if word:
-                told = event.as_map(self._settings.hashes)
-                told["medium"] = word
-                events.append(told)
+            self._keep([self._packer.cleared()])
+        events = self._packer.events(batch.events)
         if events:
             self._publish(events)
 
-    def _publish(self, events: Sequence[Mapping[str, object]]) -> None:
+    def _publish(self, events: Sequence[bytes]) -> None:
         assert self._publishing is not None, "not open"
         number, payload = self._keep(events)
         with contextlib.suppress(zmq.Again):  # a PUB socket has none: it drops for the slow one alone
@@ -165,11 +158,12 @@ class ZmqPublisher:
                 [self._settings.topic.encode(), number.to_bytes(8, "big"), payload], zmq.NOBLOCK
             )
 
-    def _keep(self, events: Sequence[Mapping[str, object]]) -> tuple[int, bytes]:
-        """Give a batch the next number and keep it for replays; returns number and payload."""
-        batch = [self._wall_s(), [self._settings.form.of(event) for event in events], _RANK]
-        payload: bytes = msgpack.packb(batch)  # pyright: ignore[reportAssignmentType]
+    def _keep(self, events: Sequence[bytes]) -> tuple[int, bytes]:
+        """Give a batch the next number, and keep it if there are replays; returns number and payload."""
+        payload = self._packer.batch(self._wall_s(), events, _RANK)
         number, self._next = self._next, self._next + 1
+        if self._replaying is None:
+            return number, payload
         self._kept.append((number, payload))
         self._kept_bytes += len(payload)
         while len(self._kept) > self._kept_batches or self._kept_bytes > _KEPT_BYTES:
