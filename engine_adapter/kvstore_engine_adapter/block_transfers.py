@@ -29,6 +29,7 @@ from kvstore.miss import MissReason
 from kvstore.results import PutResult
 from kvstore.tracing import TraceContext
 from kvstore_engine_adapter.counts import Counts
+from kvstore_engine_adapter.prefix_lookups import LATE
 
 logger = logging.getLogger(__name__)
 
@@ -95,10 +96,15 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class LoadDone:
-    """A load has ended after ``seconds``; ``failed`` are the (group, page) that hold nothing of value."""
+    """A load has ended after ``seconds``; ``failed`` are the (group, page) that hold nothing of value.
+
+    ``missing``: of each group the first block that the store did not give, and the reason that it said. Of a
+    load that came too late it says none, and of the blocks behind the first one nothing is known.
+    """
 
     request_id: str
     failed: tuple[tuple[int, int], ...] = ()
+    missing: tuple[tuple[BlockKey, MissReason], ...] = ()
     seconds: float = 0.0
 
 
@@ -173,12 +179,15 @@ class BlockLoads:
 
     def _run(self, move: Move, until_s: float) -> None:
         failed: list[tuple[int, int]] = []
+        missing: list[tuple[BlockKey, MissReason]] = []
         began_s = self._clock()
         try:
             with tracing.within(move.trace):
                 for one in move.groups:
-                    loaded = self._load(one, until_s, move.hints)
+                    loaded, reason = self._load(one, until_s, move.hints)
                     failed += [(one.group, page) for page in one.pages[loaded:]]
+                    if reason is not None:
+                        missing.append((one.chain.keys[loaded], reason))
                     self.counts.add("loaded_blocks", loaded)
         except Exception:
             # Whatever it was, the request goes on without these blocks.
@@ -186,11 +195,12 @@ class BlockLoads:
             failed = [(one.group, page) for one in move.groups for page in one.pages]
         self.counts.add("loads")
         self.counts.add("failed_blocks", len(failed))
-        self._done.put(LoadDone(move.request_id, tuple(failed), self._clock() - began_s))
+        seconds = self._clock() - began_s
+        self._done.put(LoadDone(move.request_id, tuple(failed), tuple(missing), seconds))
         self._ended.set()
 
-    def _load(self, move: GroupMove, until_s: float, hints: Hints | None) -> int:
-        """Load blocks window by window; returns how many leading ones are in their pages."""
+    def _load(self, move: GroupMove, until_s: float, hints: Hints | None) -> tuple[int, MissReason | None]:
+        """Load blocks window by window; returns how many leading ones are in their pages, and why no more."""
         size_bytes = self._pages.block_bytes(move.group)
         step = max(1, min(len(move.pages), _WINDOW_BYTES // size_bytes))
         pages = self._pages
@@ -200,7 +210,8 @@ class BlockLoads:
             chain = move.chain[start : start + step]
             left_s = until_s - self._clock()
             if left_s <= 0:
-                return start
+                self.counts.add(f"load_{LATE}")
+                return start, None
             there = move.pages[start : start + step]
             rows = list(buffer[: len(chain)]) if host is None else list(host.in_place(move.group, there))
             result = self._client.fetch_into(chain, rows, part=self._part, timeout_s=left_s, hints=hints)
@@ -211,8 +222,8 @@ class BlockLoads:
             if result.blocks < len(chain):
                 reason = "unknown" if result.reason is None else result.reason.value
                 self.counts.add(f"load_{reason}")
-                return start + result.blocks
-        return len(move.pages)
+                return start + result.blocks, result.reason
+        return len(move.pages), None
 
 
 class BlockSaves:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore import KVLayout, KVStore, Namespace, PrefixChain
+from kvstore.miss import MissReason
 from kvstore_engine_adapter.block_transfers import BlockLoads, BlockSaves, GroupMove, Move, Payloads
 from tests.store_process import StoreProcess
 
@@ -82,6 +83,17 @@ def test_blocks_come_back_window_by_window_and_missing_ones_are_told(client: KVS
     assert load(loads, move([1, 2, 0, 4, 6])) == ((0, 4), (0, 6))
     loads.close()
     assert ours.rows[:, -1].tolist() == [8, 4, 6, 0, 0, 0, 0, 0]
+
+
+def test_a_load_tells_the_first_block_that_is_missing_and_why_unless_it_was_late(client: KVStore) -> None:
+    client.put(CHAIN[:2], [bytes(BLOCK_BYTES)] * 2)
+    gone = ((CHAIN.keys[2], MissReason.NEVER_SEEN),)
+    for deadline_s, missing, counted in ((60.0, gone, "load_never_seen"), (-60.0, (), "load_late")):
+        loads = BlockLoads(client, Pages(), None, deadline_s=deadline_s)
+        loads.begin(move([0, 1, 2, 3]))
+        loads.close()
+        assert [one.missing for one in loads.take_done()] == [missing]
+        assert loads.counts.take()[counted] == 1
 
 
 def test_a_page_that_cannot_be_written_fails_the_load_and_nothing_else(client: KVStore) -> None:

@@ -154,6 +154,7 @@ def killed_in_the_middle(shop: Workshop) -> Outcome:
                 answer = replica.finish()
                 heal()
                 outcome.compare(answer, wanted, what=what)
+                outcome.external_tokens += sum(answer.cached)
                 note = {"cached": sum(answer.cached), "seconds": round(answer.seconds, 3)}
                 outcome.notes[f"{what} after {delay_s} s"] = note
                 outcome.demand(answer.seconds < wanted.seconds + _LATE_S, f"{what}: {answer.seconds:.1f} s")

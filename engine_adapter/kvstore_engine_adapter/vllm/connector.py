@@ -15,7 +15,7 @@ from kvstore_engine_adapter.vllm.interface import (
     SupportsHMA,
     tensor_parallel_rank,
 )
-from kvstore_engine_adapter.vllm.kv_events import StoredParts, as_vllm_events
+from kvstore_engine_adapter.vllm.kv_events import BlockReport, as_vllm_events
 from kvstore_engine_adapter.vllm.options import ConnectorOptions
 from kvstore_engine_adapter.vllm.plans import StepPlan
 from kvstore_engine_adapter.vllm.scheduler_side import SchedulerSide
@@ -74,7 +74,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 self._identity,
                 self._options,
                 rank=tensor_parallel_rank(),
-                tells_saves=tells_events,
+                tells_events=tells_events,
             )
 
     def _connect(self) -> KVStore:
@@ -131,10 +131,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         failed, self._failed_pages = self._failed_pages, set()
         return failed
 
-    def build_connector_worker_meta(self) -> StoredParts | None:
-        """Return which blocks this rank has stored since, if events are told."""
-        stored = () if self._worker is None else self._worker.take_stored()
-        return StoredParts(stored) if stored else None
+    def build_connector_worker_meta(self) -> BlockReport | None:
+        """Return which blocks this rank has stored and found gone since, if events are told."""
+        if self._worker is None:
+            return None
+        stored, gone = self._worker.take_stored(), self._worker.take_gone()
+        return BlockReport(stored, gone) if stored or gone else None
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         """Return what this side has counted since the last time."""

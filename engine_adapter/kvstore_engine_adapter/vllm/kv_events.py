@@ -17,15 +17,17 @@ from kvstore_engine_adapter.vllm.interface import (
 _OWNER = "kvstore"
 
 
-class StoredParts(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not there for mypy
-    """How many ranks have stored their part of which blocks, since the step before."""
+class BlockReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not there for mypy
+    """Since the step before: how many ranks have stored their part of which blocks, and which are gone."""
 
-    def __init__(self, keys: Iterable[BlockKey]) -> None:
-        self.num_parts: Counter[BlockKey] = Counter(keys)
+    def __init__(self, stored: Iterable[BlockKey], gone: Iterable[BlockKey] = ()) -> None:
+        self.num_parts: Counter[BlockKey] = Counter(stored)
+        self.gone: set[BlockKey] = set(gone)
 
-    def aggregate(self, other: "StoredParts") -> "StoredParts":
+    def aggregate(self, other: "BlockReport") -> "BlockReport":
         """Add another rank's."""
         self.num_parts.update(other.num_parts)
+        self.gone |= other.gone
         return self
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvstore.client import KVStore
 from kvstore.errors import InvalidRequest
-from kvstore.keys import BlockKey, Namespace, PrefixChain
+from kvstore.keys import Namespace, PrefixChain
 from kvstore.tracing import TraceContext
 from kvstore.wire import MAX_KEYS
 from kvstore_engine_adapter.block_transfers import GroupMove, Move
@@ -160,10 +160,12 @@ class SchedulerSide:
         return StepPlan(loads, tuple(saves), self._namespaces_of(loads, saves), is_idle)
 
     def note_output(self, output: Request) -> None:
-        """Learn which loads have ended, what they could not load, and what was stored."""
-        stored = getattr(output, "kv_connector_worker_meta", None)
-        if stored is not None and self._events is not None:
-            self._events.note_stored(stored.num_parts)
+        """Learn which loads have ended, what they could not load, and what was stored or is gone."""
+        report = getattr(output, "kv_connector_worker_meta", None)
+        if report is not None and self._events is not None:
+            # What is stored in the step in which it was found gone was stored after that.
+            self._events.note_gone(report.gone)
+            self._events.note_stored(report.num_parts)
         bad_pages, failed = (
             set(output.invalid_block_ids or ()),
             set(getattr(output, "failed_recving", None) or ()),
@@ -181,8 +183,6 @@ class SchedulerSide:
             followed_one.loading, followed_one.bad_pages = None, set()
             if self._speeds is not None:
                 self._speeds.end_load(request_id, is_whole=first_bad is None)
-            if first_bad is not None and self._events is not None:
-                self._events.note_gone(_keys_from(moves, first_bad))
             if first_bad is None:
                 self.lookups.note_loaded(request_id)
             else:
@@ -380,8 +380,3 @@ class SchedulerSide:
             if page in followed.bad_pages
         ]
         return min(bad, default=None)
-
-
-def _keys_from(moves: Sequence[GroupMove], first: int) -> list[BlockKey]:
-    """Return the keys of the blocks of moves from one on."""
-    return [key for move in moves for at, key in enumerate(move.chain.keys, move.chain.start) if at >= first]

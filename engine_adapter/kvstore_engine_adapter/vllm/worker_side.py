@@ -8,6 +8,7 @@ from kvstore.client import KVStore
 from kvstore.errors import InvalidLayout
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest
 from kvstore_engine_adapter.block_transfers import BlockLoads, BlockSaves, EnginePages, LoadDone, Move
+from kvstore_engine_adapter.vllm.block_events import GONE
 from kvstore_engine_adapter.vllm.identity import EngineIdentity
 from kvstore_engine_adapter.vllm.options import ConnectorOptions
 from kvstore_engine_adapter.vllm.pages import TensorPages
@@ -28,9 +29,9 @@ class WorkerSide:
         options: ConnectorOptions,
         *,
         rank: int,
-        tells_saves: bool = False,
+        tells_events: bool = False,
     ) -> None:
-        self._tells_saves = tells_saves
+        self._tells_events = tells_events
         self._client = client
         self._identity = identity
         self._options = options
@@ -39,6 +40,7 @@ class WorkerSide:
         self._saves: BlockSaves | None = None
         self._opened: set[NamespaceDigest] = set()
         self._refused: list[Move] = []
+        self._gone: list[BlockKey] = []
 
     def register(self, caches: Mapping[str, Any]) -> None:  # Any: torch.Tensor
         """Take the KV cache's tensors; of a layout that is not known nothing is moved."""
@@ -54,7 +56,7 @@ class WorkerSide:
             pages,
             self._part,
             queue_bytes=self._options.save_queue_bytes,
-            reports=self._tells_saves,
+            reports=self._tells_events,
         )
 
     def begin_loads(self, plan: StepPlan) -> None:
@@ -87,13 +89,20 @@ class WorkerSide:
                 LoadDone(move.request_id, tuple((g.group, page) for g in move.groups for page in g.pages))
             )
         self._refused = []
+        if self._tells_events:
+            self._gone += [key for one in done for key, reason in one.missing if reason.value in GONE]
         return done
 
     def take_stored(self) -> tuple[BlockKey, ...]:
-        """Return the blocks that were stored since the last time; only with ``tells_saves``."""
-        if self._saves is None or not self._tells_saves:
+        """Return the blocks that were stored since the last time; only with ``tells_events``."""
+        if self._saves is None or not self._tells_events:
             return ()
         return tuple(key for done in self._saves.take_done() for key in done.stored)
+
+    def take_gone(self) -> tuple[BlockKey, ...]:
+        """Return the blocks that loads have found gone since the last time; only with ``tells_events``."""
+        gone, self._gone = tuple(self._gone), []
+        return gone
 
     def take_counts(self) -> dict[str, int]:
         """Return what was counted since the last time."""

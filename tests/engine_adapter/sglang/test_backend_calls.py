@@ -220,6 +220,18 @@ def test_a_frozen_store_is_a_miss_and_is_left_alone_for_a_while(
         time.sleep(0.05)
 
 
+def test_a_store_that_comes_after_the_engine_is_used(make_backend: MakeBackend, store: StoreProcess) -> None:
+    store.kill()
+    backend, keys = make_backend(), hashes(2)
+    assert backend.batch_set_v1(keys, indices([0, 1])) == [False] * 2
+    store.start()
+    until_s = time.monotonic() + 60
+    while not all(backend.batch_set_v1(keys, indices([0, 1]))):
+        assert time.monotonic() < until_s
+        time.sleep(0.1)
+    assert backend.batch_exists(keys) == 2
+
+
 def test_a_store_that_is_killed_and_comes_back_is_used_again(
     make_backend: MakeBackend, store: StoreProcess
 ) -> None:

@@ -142,6 +142,17 @@ def test_without_a_store_every_request_is_a_miss(make_engine: MakeEngine, store:
         assert engine.answer(request(f"{seed}-aa", seed=seed)).offers == [0]
 
 
+def test_a_store_that_comes_after_the_engine_is_used(make_engine: MakeEngine, store: StoreProcess) -> None:
+    store.kill()
+    engine = make_engine()
+    assert engine.answer(request()).offers == [0]
+    store.start()
+    until_s = time.monotonic() + 60
+    while not engine.answer(request("1-bb")).loaded_tokens:
+        assert time.monotonic() < until_s
+        time.sleep(0.1)
+
+
 def test_a_frozen_store_is_a_miss_after_the_deadline_and_then_at_once(
     make_engine: MakeEngine, store: StoreProcess
 ) -> None:
@@ -386,6 +397,32 @@ def test_what_was_stored_and_what_is_gone_is_told_in_vllms_own_events(
     assert engine.answer(request("1-bb")).offers == [0]
     removed = [event for event in engine.await_events() if isinstance(event, vllm_stand_in.BlockRemoved)]
     assert [one for event in removed for one in event.block_hashes] == hashes[:1]
+
+
+def test_what_a_load_finds_gone_is_told_as_far_as_it_is_known(
+    make_engine: MakeEngine, store: StoreProcess
+) -> None:
+    engine = make_engine(kv_events_config=SimpleNamespace(enable_kv_cache_events=True))
+    asked = request()
+    engine.answer(asked)
+    await_blocks(store, 9)
+    engine.await_events()
+    assert engine.answer(request("1-bb"), before_load=lambda: damage_memory(store)).num_failed == 1
+    removed = [event for event in engine.await_events() if isinstance(event, vllm_stand_in.BlockRemoved)]
+    first = int.from_bytes(asked.block_hashes[0][-8:], "big")
+    assert [event.block_hashes for event in removed] == [[first]]
+
+
+def test_blocks_that_a_load_did_not_get_in_time_are_not_told_as_gone(
+    make_engine: MakeEngine, store: StoreProcess
+) -> None:
+    engine = make_engine(kv_events_config=SimpleNamespace(enable_kv_cache_events=True))
+    engine.answer(request())
+    await_blocks(store, 9)
+    engine.await_events()
+    engine.workers[0]._worker._loads._deadline_s = -1.0
+    assert engine.answer(request("1-bb")).num_failed == 1
+    assert not engine.scheduler.take_events()
 
 
 def test_without_a_listener_no_events_are_made(make_engine: MakeEngine, store: StoreProcess) -> None:
