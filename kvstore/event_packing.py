@@ -71,7 +71,8 @@ class EventPacker:
         if len(keys) == 1:
             return _ARRAY_OF_ONE + _UINT64 + keys[0][-HASH_INT_BYTES:]
         ends = _UINT64.join([key[-HASH_INT_BYTES:] for key in keys])
-        return self._packer.pack_array_header(len(keys)) + _UINT64 + ends
+        head: bytes = self._packer.pack_array_header(len(keys))  # pyright: ignore[reportAssignmentType]
+        return head + _UINT64 + ends
 
     def _parent(self, parent: BlockKey) -> bytes:
         if self._is_int:

@@ -111,7 +111,7 @@ def events_of(
     """
     events: list[KvEvent] = []
     was_ready, last_tier, last_namespace = False, "", None
-    last: Sequence[BlockKey] = ()
+    last: Sequence[BlockKey] = []
     joined: list[BlockKey] | None = None  # the keys of the last event, once there are several runs in it
     medium, num_tokens = "", 0
     # Nothing is called that can be spared: puts of one block at a time bring a run for each.
