@@ -10,6 +10,7 @@ import enum
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from types import MappingProxyType
 from weakref import WeakValueDictionary
@@ -364,8 +365,7 @@ class Directory:
         self, shelf: Shelf, key: BlockKey, parent: BlockKey, *, depth: int, tier: str, copy: Copy
     ) -> BlockEntry:
         """File a block that has no entry, with a READY copy in a certain tier. See ``use_bytes``."""
-        name = shelf.name(key)
-        copies = {tier: copy}
+        name, copies = shelf.name(key), {tier: copy}
         entry = BlockEntry(shelf, key, name, parent, depth, copies, 0, 0, None, "", NO_CHILDREN, tier)
         shelf.entries[key] = self._by_name[name] = entry
         shelf.fastest[key] = tier
@@ -389,17 +389,13 @@ class Directory:
         # Of thousands a second: what is done once for all, or by map, takes two thirds of the time.
         run = list(
             map(
-                BlockEntry,
-                repeat(shelf),
+                partial(BlockEntry, shelf),
                 keys,
                 names,
                 (parent, *keys[:-1]),
                 range(depth, depth + num_blocks),
                 [{tier: copy} for copy in copies],
-                repeat(0),
-                repeat(0),
-                repeat(None),
-                repeat(""),
+                *map(repeat, (0, 0, None, "")),
                 (*repeat(self._only_child[tier], num_blocks - 1), NO_CHILDREN),
                 repeat(tier),
             )

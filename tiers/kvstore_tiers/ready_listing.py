@@ -86,9 +86,8 @@ class ReadyListing:
             first = mapping[at : at + SEALED_BYTES]
             if not first.startswith(name):
                 other = at + ENTRY_BYTES
-                if mapping[other : other + STORAGE_KEY_BYTES] == name:
-                    at = other
-                elif first != _NO_ENTRY and self._is_of_this_era(first):
+                is_there = mapping[other : other + STORAGE_KEY_BYTES] == name
+                if is_there or (first != _NO_ENTRY and self._is_of_this_era(first)):
                     at = other
             fields = pack(name, slot, payload_sum, generation, length_bytes)
             mapping[at : at + SEALED_BYTES] = fields + seal_of(fields, seed).to_bytes(8, "little")
