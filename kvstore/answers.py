@@ -34,7 +34,7 @@ from kvstore.message_fields import (
     integer,
     miss_reason_or_none,
     text,
-    unused_pairs_from_wire,
+    unused_from_wire,
     unused_to_wire,
 )
 from kvstore.miss import MissReason
@@ -268,7 +268,7 @@ class Stored:
             stored,
             outcomes,
             miss_reason_or_none(values[2]),
-            unused_pairs_from_wire(values[3]),
+            unused_from_wire(values[3]),
             integer(values[4], 0, MAX_TIMEOUT_US, "lending time"),
         )
 

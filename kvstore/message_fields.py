@@ -308,13 +308,8 @@ def unused_to_wire(slots: Sequence[UnusedSlot]) -> bytes:
 
 def unused_from_wire(value: WireValue) -> tuple[UnusedSlot, ...]:
     """Return the slots in records. Raises ProtocolMismatch for anything else."""
-    return tuple(map(UnusedSlot._make, unused_pairs_from_wire(value)))
-
-
-def unused_pairs_from_wire(value: WireValue) -> tuple[UnusedSlot, ...]:
-    """As ``unused_from_wire``, but as plain tuples: a fifth of the time, for who names no field of them."""
     blob = byte_string(value, "slots", high=MAX_KEYS * _UNUSED.size, step=_UNUSED.size)
-    return cast("tuple[UnusedSlot, ...]", tuple(_UNUSED.iter_unpack(blob)))
+    return tuple(map(UnusedSlot._make, _UNUSED.iter_unpack(blob)))
 
 
 def timeout_us(timeout_s: float) -> int:
