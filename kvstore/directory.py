@@ -384,8 +384,7 @@ class Directory:
         copies: Sequence[Copy],
     ) -> list[BlockEntry]:
         """As ``file``, of a run of a chain none of whose blocks has an entry; ``parent`` is before it."""
-        name_end, num_blocks = shelf.name_end, len(keys)
-        names = [StorageKey(key + name_end) for key in keys]
+        names, num_blocks = [StorageKey(key + shelf.name_end) for key in keys], len(keys)
         # Of thousands a second: what is done once for all, or by map, takes two thirds of the time.
         run = list(
             map(
@@ -403,7 +402,7 @@ class Directory:
         shelf.entries.update(zip(keys, run, strict=True))
         self._by_name.update(zip(names, run, strict=True))
         shelf.fastest.update(dict.fromkeys(keys, tier))
-        for copy in copies[1:]:
+        for copy in copies:
             copy.is_counted = True
         copies[0].is_counted = self._count_at_parent(run[0], tier)
         if self.changes is not None and shelf.is_first:
