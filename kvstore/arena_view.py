@@ -208,6 +208,20 @@ class ArenaView:
             self._check_range(max(offsets), length_bytes)
         return [array[offset : offset + length_bytes] for offset in offsets]
 
+    def memory(self, offsets: Sequence[int], length_bytes: int) -> memoryview:
+        """Return the bytes of the whole arena, in which several slots lie at their offsets.
+
+        Raises:
+            InvalidRequest: a range does not lie in the slot space.
+        """
+        view = self._bytes
+        if view is None:
+            raise InvalidRequest("arena: the view is closed")
+        if offsets:
+            self._check_range(min(offsets), length_bytes)
+            self._check_range(max(offsets), length_bytes)
+        return view[:]  # of its own, so that it outlives ``close``
+
     def generation(self, offset: int) -> int:
         """Return the generation of the slot at ``offset``: it grows when the slot is allocated or freed.
 

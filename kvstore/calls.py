@@ -372,7 +372,9 @@ class PutTally:
 
     def result(self) -> PutResult:
         """Return the result of the call."""
-        doubtful = tuple([at for at, is_certain in enumerate(self._is_certain) if not is_certain])
+        doubtful: tuple[int, ...] = ()
+        if 0 in self._is_certain:
+            doubtful = tuple([at for at, is_certain in enumerate(self._is_certain) if not is_certain])
         dropped = self._blocks - self._stored - self._present
         return PutResult(self._stored, self._present, dropped, doubtful, self._reason if dropped else None)
 

@@ -28,7 +28,14 @@ from kvstore.fetch_calls import (
 )
 from kvstore.hints import Hints
 from kvstore.holding_calls import Grant, Loan
-from kvstore.keys import KEY_BYTES, BlockKey, Namespace, NamespaceDigest, PrefixChain, require_model
+from kvstore.keys import (
+    BlockKey,
+    Namespace,
+    NamespaceDigest,
+    PrefixChain,
+    require_key_lengths,
+    require_model,
+)
 from kvstore.layout import Part
 from kvstore.messages import ChainRef
 from kvstore.put_calls import Put, put_plan
@@ -40,6 +47,7 @@ T = TypeVar("T")
 Array = npt.NDArray[np.uint8]
 
 _MAX_SAMPLE_BLOCKS = 1_000_000
+_FEW_KEYS = 64
 _TELL_S = 0.05
 """How long a message that nobody waits for may take to be sent."""
 
@@ -73,9 +81,12 @@ class Call(Generic[T]):
         """Return what the call comes to when the store does not serve it; a control call raises the error.
 
         Raises:
-            InvalidRequest: its chain names a block twice. To look for that before each call costs as much as
-                the call: it is looked for when the server says that the request is invalid.
+            InvalidRequest: its chain names a block twice, or has a key of another length. To look for that
+                before each call costs as much as the call: it is looked for when the server says that the
+                request is invalid, for lengths also when there is no server to say it.
         """
+        if self.chain is not None:
+            self.chain.require_key_lengths()
         if isinstance(error, RejectedRequest) and self.chain is not None:
             self.chain.require_distinct()
         if self.when_away is None:
@@ -104,7 +115,7 @@ class ClientCalls:
 
     def match(self, chain: PrefixChain, *, part: Part | None, timeout_s: float | None) -> Call[PrefixMatch]:
         """Count the leading blocks that are stored."""
-        self._state.length_bytes(chain, part)
+        self._require_few(chain, part)
         return Call(
             lambda session: calls.match_plan(session, chain, part),
             self._deadline_s(timeout_s, self._state.timeouts.match_s),
@@ -117,7 +128,7 @@ class ClientCalls:
         self, chain: PrefixChain, *, part: Part | None, timeout_s: float | None
     ) -> Call[tuple[PrefixMatch, Grant]]:
         """Count the leading blocks that are stored, and lease those that are in the arena."""
-        length_bytes = self._state.length_bytes(chain, part)
+        length_bytes = self._require_few(chain, part)
         now_s = self._state.clock()
 
         def nothing(error: KVStoreError) -> tuple[PrefixMatch, Grant]:
@@ -162,13 +173,12 @@ class ClientCalls:
     ) -> tuple[NamespaceDigest, tuple[BlockKey, ...]]:
         """Return the namespace and the keys that an ``exists`` is about."""
         if isinstance(blocks, PrefixChain):
-            self._state.length_bytes(blocks, part)
+            self._require(blocks, part)
             return blocks.namespace, blocks.keys
         if namespace is None:
             raise InvalidRequest("exists: keys that are no chain need the namespace they are of")
         keys = tuple(blocks)
-        if any(len(key) != KEY_BYTES for key in keys):
-            raise InvalidRequest(f"exists: a key has {KEY_BYTES} bytes")
+        require_key_lengths(keys, "exists")
         layout = self._state.namespace(namespace.digest).layout
         if part is not None:
             layout.part_bytes(part)
@@ -184,11 +194,15 @@ class ClientCalls:
         hints: Hints | None = None,
     ) -> Call[FetchResult]:
         """Copy the longest stored prefix into buffers."""
-        length_bytes = self._state.length_bytes(chain, part)
+        length_bytes = self._require(chain, part)
         views = split_buffers(buffers, length_bytes=length_bytes, count=len(chain), what="buffers")
         require_writable(views, "buffers")
         return self._fetch(
-            chain, lambda start, stop: views[start:stop], part=part, timeout_s=timeout_s, hints=hints
+            ChainRef(chain, part),
+            lambda start, stop: views[start:stop],
+            length_bytes=length_bytes,
+            timeout_s=timeout_s,
+            hints=hints,
         )
 
     def get(
@@ -201,20 +215,25 @@ class ClientCalls:
         hints: Hints | None = None,
     ) -> Call[FetchResult]:
         """Copy the longest stored prefix into arrays made for it, which are appended to ``blocks``."""
-        source = allocate_blocks(self._state.length_bytes(chain, part), blocks)
-        return self._fetch(chain, source, part=part, timeout_s=timeout_s, hints=hints)
+        length_bytes = self._require(chain, part)
+        return self._fetch(
+            ChainRef(chain, part),
+            allocate_blocks(length_bytes, blocks),
+            length_bytes=length_bytes,
+            timeout_s=timeout_s,
+            hints=hints,
+        )
 
     def _fetch(
         self,
-        chain: PrefixChain,
+        about: ChainRef,
         buffers: BufferSource,
         *,
-        part: Part | None,
+        length_bytes: int,
         timeout_s: float | None,
         hints: Hints | None,
     ) -> Call[FetchResult]:
-        tally = FetchTally()
-        length_bytes = self._state.length_bytes(chain, part)
+        chain, tally = about.chain, FetchTally()
         deadline_s = self._deadline_s(timeout_s, self._state.timeouts.fetch_s)
 
         def copied_so_far(error: KVStoreError) -> FetchResult:
@@ -224,7 +243,7 @@ class ClientCalls:
         def at_once(link: Link) -> FetchResult | None:
             return fetch_at_once(
                 link,
-                ChainRef(chain, part),
+                about,
                 buffers,
                 length_bytes=length_bytes,
                 deadline_s=deadline_s,
@@ -236,7 +255,7 @@ class ClientCalls:
             return read_directly(
                 link,
                 self._state,
-                ChainRef(chain, part),
+                about,
                 buffers,
                 length_bytes=length_bytes,
                 deadline_s=deadline_s,
@@ -248,7 +267,7 @@ class ClientCalls:
             lambda session: fetch_plan(
                 session,
                 chain,
-                part=part,
+                part=about.part,
                 length_bytes=length_bytes,
                 buffers=buffers,
                 tally=tally,
@@ -275,7 +294,7 @@ class ClientCalls:
     ) -> Call[PutResult]:
         """Store blocks that are not stored yet."""
         self._refuse_if_read_only()
-        length_bytes = self._state.length_bytes(chain, part)
+        length_bytes = self._require(chain, part)
         views = split_buffers(payloads, length_bytes=length_bytes, count=len(chain), what="payloads")
         if checksums is not None and len(checksums) != len(chain):
             raise InvalidRequest(f"checksums: {len(checksums)} for {len(chain)} blocks")
@@ -293,7 +312,7 @@ class ClientCalls:
     ) -> Call[bool]:
         """Say more of the future of stored blocks."""
         self._refuse_if_read_only()
-        self._state.length_bytes(chain, part)
+        self._require(chain, part)
         return Call(
             lambda session: calls.hint_plan(session, chain, part, hints),
             self._deadline_s(timeout_s, self._state.timeouts.match_s),
@@ -304,7 +323,7 @@ class ClientCalls:
 
     def prefetch(self, chain: PrefixChain, *, part: Part | None, timeout_s: float | None) -> Call[int]:
         """Load stored leading blocks into the top tier."""
-        self._state.length_bytes(chain, part)
+        self._require(chain, part)
 
         def none(error: KVStoreError) -> int:
             self._state.note_away(error)
@@ -327,7 +346,7 @@ class ClientCalls:
         hints: Hints | None = None,
     ) -> Call[Grant]:
         """Have the longest stored prefix made ready and leased."""
-        length_bytes = self._state.length_bytes(chain, part)
+        length_bytes = self._require(chain, part)
         now_s = self._state.clock()
         return Call(
             lambda session: holding_calls.lease_plan(
@@ -389,7 +408,7 @@ class ClientCalls:
     ) -> Call[Loan]:
         """Have slots lent for the blocks that are not stored."""
         self._refuse_if_read_only()
-        length_bytes = self._state.length_bytes(chain, part)
+        length_bytes = self._require(chain, part)
 
         def nothing(error: KVStoreError) -> Loan:
             tally = PutTally(len(chain))
@@ -432,7 +451,7 @@ class ClientCalls:
     def drop(self, chain: PrefixChain, *, part: Part | None, timeout_s: float | None) -> Call[int]:
         """Forget every copy of blocks that is not leased."""
         self._refuse_if_read_only()
-        self._state.length_bytes(chain, part)
+        self._require(chain, part)
         return self._control(
             lambda session: calls.drop_plan(session, chain, part), timeout_s, chain.namespace
         )
@@ -440,7 +459,7 @@ class ClientCalls:
     def demote(self, chain: PrefixChain, *, part: Part | None, timeout_s: float | None) -> Call[int]:
         """Write blocks to a tier below and take them out of the top tier."""
         self._refuse_if_read_only()
-        self._state.length_bytes(chain, part)
+        self._require(chain, part)
         return self._control(
             lambda session: calls.demote_plan(session, chain, part), timeout_s, chain.namespace
         )
@@ -449,7 +468,7 @@ class ClientCalls:
         self, chain: PrefixChain, *, part: Part | None, timeout_s: float | None
     ) -> Call[list[BlockReport]]:
         """Explain the blocks of a chain."""
-        self._state.length_bytes(chain, part)
+        self._require(chain, part)
         return self._control(lambda session: calls.why_plan(session, chain, part), timeout_s, chain.namespace)
 
     def change_policy(self, text: str, *, timeout_s: float | None) -> Call[str]:
@@ -512,6 +531,18 @@ class ClientCalls:
         namespace: NamespaceDigest | None = None,
     ) -> Call[T]:
         return Call(make_plan, self._deadline_s(timeout_s, self._state.timeouts.control_s), namespace)
+
+    def _require(self, chain: PrefixChain, part: Part | None) -> int:
+        """Return the bytes of each block. Raises InvalidRequest for what cannot be a chain of a namespace."""
+        chain.require_key_lengths()
+        return self._state.length_bytes(chain, part)
+
+    def _require_few(self, chain: PrefixChain, part: Part | None) -> int:
+        """As ``_require``, but each key of a few only: for calls that take little longer than to look.
+
+        Of more keys it is seen for nothing when they are sent whether they have as many bytes as they should.
+        """
+        return (self._require if len(chain) <= _FEW_KEYS else self._state.length_bytes)(chain, part)
 
     def _deadline_s(self, timeout_s: float | None, default_s: float) -> float:
         return self._state.deadline_s(timeout_s, default_s)

@@ -53,6 +53,10 @@ class _NoArena:
         """Refuse."""
         raise InvalidRequest("lease: over HTTP there is no shared memory")
 
+    def memory(self, offsets: Sequence[int], length_bytes: int) -> memoryview:
+        """Refuse."""
+        raise InvalidRequest("lease: over HTTP there is no shared memory")
+
     def generation(self, offset: int) -> int:
         """Refuse."""
         raise InvalidRequest("lease: over HTTP there is no shared memory")

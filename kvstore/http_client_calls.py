@@ -447,7 +447,7 @@ class HttpClientCalls(ClientCalls):
 
     def _require(self, chain: PrefixChain, part: Part | None) -> int:
         """Return the bytes of each block; raises InvalidRequest for a chain that no request may name."""
-        length_bytes = self._state.length_bytes(chain, part)
+        length_bytes = super()._require(chain, part)
         calls.check_keys(chain)
         return length_bytes
 

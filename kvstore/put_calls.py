@@ -5,7 +5,7 @@ Either way payloads are written into lent slots, checksum in the same pass, befo
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
 
 from kvstore.calls import (
     Plan,
@@ -36,7 +36,7 @@ from kvstore.messages import (
 )
 from kvstore.miss import MissReason
 from kvstore.stock import Stock
-from kvstore.transfer import Bytes, SumsAhead, write_slots
+from kvstore.transfer import Bytes, SumsAhead, fill_slots, write_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,22 +83,15 @@ def _put_at_once(
     """Write blocks into slots lent ahead, and have them stored; False if they could not all be written."""
     unused = slots
     try:
-        arena, about = session.writing_arena(), put.about
-        lent = list(map(LentSlot._make, zip(range(len(slots)), *zip(*slots, strict=True), strict=True)))
-
-        def copy(should_stop: Callable[[], bool]) -> list[WrittenSlot]:
-            return write_slots(arena, lent, put.payloads, should_stop, expected=put.checksums)
-
-        written: list[WrittenSlot] = yield Work(copy, put.length_bytes * len(slots))
-        if len(written) < len(slots):
+        copy = partial(fill_slots, session.writing_arena(), slots, put.payloads, expected=put.checksums)
+        filled: list[FilledSlot] = yield Work(copy, put.length_bytes * len(slots))
+        if len(filled) < len(slots):
             if session.remaining_s() <= 0:
                 tally.note_reason(MissReason.TIMED_OUT)
                 return True
             return False
-        # Plain tuples do as well on their way to the wire, at a fifth of the time.
-        filled = cast("tuple[FilledSlot, ...]", tuple([slot[1:] for slot in written]))
         ahead, asked_s = stock.wanted(put.length_bytes, len(slots)), stock.clock()
-        answer = yield from ask_for(Store(about, filled, ahead, put.hints), Stored)
+        answer = yield from ask_for(Store(put.about, tuple(filled), ahead, put.hints), Stored)
         unused = []
         if len(answer.outcomes or filled) != len(filled) or len(answer.slots) not in (0, ahead):
             raise ProtocolMismatch("answer: outcomes or slots do not fit the request")

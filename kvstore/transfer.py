@@ -1,29 +1,32 @@
 """Moving payload bytes between arena slots and a caller's buffers, checksum in the same pass.
 
-Everything here blocks for the time of the copies and releases the GIL while it copies; it may run on any
-thread. ``should_stop`` is asked before each block that is read and each 512 KiB that are written, so that an
-abandoned transfer ends soon: one whose connection is lost writes into slots that are not its own any more.
+Everything here blocks for the time of the copies and, but for small blocks, releases the GIL while it copies;
+it may run on any thread. ``should_stop`` is asked before each block that is read and each 512 KiB that are
+written, so that an abandoned transfer ends soon: one whose connection is lost writes into slots that are not
+its own any more.
 """
 
 import enum
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.checksum import (
+    SMALL_BYTES,
     SOURCE_STEP_BYTES,
     RunningChecksum,
     as_bytes_array,
     checksum,
     copy_array_with_checksum,
     copy_array_with_source_checksum,
-    copy_small_with_checksum,
+    copy_small_in,
+    copy_small_out,
 )
 from kvstore.errors import InvalidRequest, ProtocolMismatch
-from kvstore.messages import LentSlot, ReadySlot, WrittenSlot
+from kvstore.messages import FilledSlot, LentSlot, ReadySlot, UnusedSlot, WrittenSlot
 
 Buffer: TypeAlias = Any
 """Contiguous memory of a block: bytes, bytearray, memoryview, a NumPy array, a torch CPU tensor, or anything
@@ -44,6 +47,9 @@ class SlotReader(Protocol):
 
     def slot_arrays(self, offsets: Sequence[int], length_bytes: int) -> list[Bytes]:
         """As ``slot_array``, of several slots."""
+
+    def memory(self, offsets: Sequence[int], length_bytes: int) -> memoryview:
+        """Return memory in which several slots lie at their offsets."""
 
     def generation(self, offset: int) -> int:
         """Return the slot's generation."""
@@ -92,23 +98,32 @@ def split_buffers(buffers: Buffer, *, length_bytes: int, count: int, what: str) 
     if isinstance(buffers, (list, tuple)):
         if len(buffers) != count:
             raise InvalidRequest(f"{what}: {len(buffers)} buffers for {count} blocks")
-        views = []
-        for index, buffer in enumerate(buffers):
-            # Most are flat bytes already: half a microsecond less for each.
-            is_flat = type(buffer) is np.ndarray and buffer.dtype is _U8 and buffer.strides == (1,)
-            view = buffer if is_flat else byte_view(buffer, what, index)
-            if len(view) != length_bytes:
-                raise InvalidRequest(
-                    f"{what}[{index}]: {len(view)} bytes, expected {length_bytes} (one block or part)"
-                )
-            views.append(view)
-        return views
+        # Most are arrays of flat bytes, and nothing else needs to be known of them: 0.14 us each.
+        is_flat = [
+            type(buffer) is np.ndarray
+            and buffer.dtype is _U8
+            and buffer.strides == (1,)
+            and len(buffer) == length_bytes
+            for buffer in buffers
+        ]
+        if False not in is_flat:
+            return list(buffers)
+        return [_block_view(buffer, length_bytes, what, index) for index, buffer in enumerate(buffers)]
     whole = byte_view(buffers, what)
     if len(whole) != count * length_bytes:
         raise InvalidRequest(
             f"{what}: {len(whole)} bytes, expected {count} blocks of {length_bytes} bytes back to back"
         )
     return [whole[start : start + length_bytes] for start in range(0, len(whole), length_bytes)]
+
+
+def _block_view(buffer: Buffer, length_bytes: int, what: str, index: int) -> Bytes:
+    view = byte_view(buffer, what, index)
+    if len(view) != length_bytes:
+        raise InvalidRequest(
+            f"{what}[{index}]: {len(view)} bytes, expected {length_bytes} (one block or part)"
+        )
+    return view
 
 
 def require_writable(views: Sequence[Bytes], what: str) -> None:
@@ -154,16 +169,17 @@ def _read_slots(
     for start in range(0, len(slots), step):
         if should_stop():
             return start, ReadEnd.STOPPED
-        group = slots[start : start + step]
-        offsets = [slot[0] for slot in group]
-        sources = arena.slot_arrays(offsets, length_bytes)
-        found = list(map(copy_array_with_checksum, buffers[start : start + step], sources))
-        generations = arena.generations(offsets)
-        for count, (_, generation, expected) in enumerate(group):
-            if generations[count] != generation:
-                return start + count, ReadEnd.STALE
-            if found[count] != expected:
-                return start + count, ReadEnd.DAMAGED
+        offsets, leased, expected = zip(*slots[start : start + step], strict=True)
+        targets = buffers[start : start + step]
+        if length_bytes <= SMALL_BYTES:
+            found = copy_small_out(targets, arena.memory(offsets, length_bytes), offsets, length_bytes)
+        else:
+            found = list(map(copy_array_with_checksum, targets, arena.slot_arrays(offsets, length_bytes)))
+        num_current = _num_equal(arena.generations(offsets), leased)
+        num_right = _num_equal(found, expected)
+        if min(num_current, num_right) < len(offsets):
+            end = ReadEnd.DAMAGED if num_right < num_current else ReadEnd.STALE
+            return start + min(num_current, num_right), end
     return len(slots), ReadEnd.ALL
 
 
@@ -215,94 +231,126 @@ def write_slots(
     Raises:
         ProtocolMismatch: the server lent a slot that is none.
     """
-    try:
-        return _write_slots(
-            arena, slots, payloads, should_stop, expected=expected, ahead=ahead or SumsAhead(())
-        )
-    except InvalidRequest as error:
-        raise ProtocolMismatch(f"answer: {error}") from error
+    if not slots:
+        return []
+    positions, offsets, generations = zip(*slots, strict=True)
+    places = _Places(positions, offsets, generations)
+    digests = _write(arena, places, payloads, should_stop, expected, ahead or SumsAhead(()))
+    return list(map(WrittenSlot._make, zip(positions, offsets, generations, digests, strict=False)))
 
 
-def _write_slots(
+def fill_slots(
     arena: SlotReader,
-    slots: Sequence[LentSlot],
+    slots: Sequence[UnusedSlot],
     payloads: Sequence[Bytes],
     should_stop: Callable[[], bool],
     *,
+    expected: Sequence[int] | None = None,
+) -> list[FilledSlot]:
+    """As ``write_slots``, of slots that were lent before it was known for which blocks: one per payload."""
+    if not slots:
+        return []
+    offsets, generations = zip(*slots, strict=True)
+    places = _Places(range(len(slots)), offsets, generations)
+    digests = _write(arena, places, payloads, should_stop, expected, SumsAhead(()))
+    # Plain tuples do as well on their way to the wire, at a fifth of the time.
+    return cast("list[FilledSlot]", list(zip(offsets, generations, digests, strict=False)))
+
+
+class _Places(NamedTuple):
+    """Lent slots: positions of their blocks, where they are, in which generation."""
+
+    positions: Sequence[int]
+    offsets: Sequence[int]
+    generations: Sequence[int]
+
+
+def _write(
+    arena: SlotReader,
+    places: _Places,
+    payloads: Sequence[Bytes],
+    should_stop: Callable[[], bool],
     expected: Sequence[int] | None,
     ahead: SumsAhead,
-) -> list[WrittenSlot]:
-    assert len(slots) == len(payloads), "one payload per slot"
-    length_bytes = len(payloads[0]) if slots else 0
-    step = _group_blocks(length_bytes)
-    written: list[WrittenSlot] = []
-    for start in range(0, len(slots), step):
-        if should_stop():
-            break
-        group = slots[start : start + step]
-        positions, offsets, generations = zip(*group, strict=True)
-        targets = arena.slot_arrays(offsets, length_bytes)
-        good = _num_equal(arena.generations(offsets), generations)
-        sources = payloads[start : start + good]
-        if length_bytes <= GROUP_BYTES and positions[0] not in ahead.whole:
-            digests = list(map(copy_small_with_checksum, targets, sources))
-        else:
-            digests = _write_group(arena, group[:good], targets, sources, should_stop, ahead)
-        good = len(digests)
-        if expected is not None:
-            good = _num_equal(digests, expected[start : start + good])
-        fields = zip(positions, offsets, generations, digests[:good], strict=False)
-        written += map(WrittenSlot._make, fields)
-        if good < len(group):
-            break
-    return written
-
-
-def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many leading values are the same."""
-    if list(first) == list(second):
-        return len(first)
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
+) -> list[int]:
+    """Copy payloads; returns the sums of the leading ones that were copied whole, and are as expected."""
+    assert len(places.offsets) == len(payloads), "one payload per slot"
+    step = _group_blocks(len(payloads[0]))
+    digests: list[int] = []
+    try:
+        for start in range(0, len(payloads), step):
+            if should_stop():
+                break
+            group, sources = places, payloads
+            if step < len(payloads):
+                group = _Places._make([column[start : start + step] for column in places])
+                sources = payloads[start : start + step]
+            found = _write_group(arena, group, sources, should_stop, ahead)
+            if expected is not None:
+                found = found[: _num_equal(found, expected[start : start + len(found)])]
+            digests += found
+            if len(found) < len(group.offsets):
+                break
+    except InvalidRequest as error:
+        raise ProtocolMismatch(f"answer: {error}") from error
+    return digests
 
 
 def _write_group(
     arena: SlotReader,
-    slots: Sequence[LentSlot],
-    targets: Sequence[Bytes],
+    places: _Places,
     payloads: Sequence[Bytes],
     should_stop: Callable[[], bool],
     ahead: SumsAhead,
 ) -> list[int]:
-    """Copy payloads one by one; returns the sums of those that were copied whole."""
+    """Copy payloads into those leading slots that are in their generation; returns the sums of the copied."""
+    positions, offsets, generations = places
+    length_bytes = len(payloads[0])
+    is_summed = positions[0] in ahead.whole
+    if length_bytes <= SMALL_BYTES and not is_summed:
+        memory = arena.memory(offsets, length_bytes)
+        good = _num_equal(arena.generations(offsets), generations)
+        return copy_small_in(memory, offsets[:good], payloads[:good], length_bytes)
+    targets = arena.slot_arrays(offsets, length_bytes)
+    good = _num_equal(arena.generations(offsets), generations)
     digests: list[int] = []
-    for slot, target, payload in zip(slots, targets, payloads, strict=False):
-        digest = _write_slot(arena, slot, target, payload, should_stop, ahead)
+    for at in range(good):
+        digest = _write_slot(arena, places, at, targets[at], payloads[at], should_stop, ahead)
         if digest is None:
             break
         digests.append(digest)
     return digests
 
 
+def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return how many leading values are the same."""
+    if tuple(first) == tuple(second):
+        return len(first)
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
 def _write_slot(
     arena: SlotReader,
-    slot: LentSlot,
+    places: _Places,
+    at: int,
     target: Bytes,
     payload: Bytes,
     should_stop: Callable[[], bool],
     ahead: SumsAhead,
 ) -> int | None:
     """Copy one payload; None if the slot changed hands, or it was told to stop, meanwhile."""
-    position = slot[0]
+    position = places.positions[at]
     if len(payload) <= SOURCE_STEP_BYTES:
-        known = ahead.whole.get(position)
-        if known is None:
-            return copy_array_with_source_checksum(target, payload)
-        np.copyto(target, payload)
-        return known
+        digest = ahead.whole.get(position)
+        if digest is None:
+            digest = checksum(payload)
+        target[:] = payload
+        return digest
+    offset, generation = places.offsets[at], places.generations[at]
 
     def may_go_on() -> bool:
-        return not should_stop() and arena.generation(slot.offset) == slot.generation
+        return not should_stop() and arena.generation(offset) == generation
 
     begun = ahead.begun if position == 0 else None
     return copy_array_with_source_checksum(target, payload, may_go_on=may_go_on, begun=begun)

@@ -11,6 +11,7 @@ import torch
 from kvstore import Hints, KVLayout, MissReason, Namespace, Part, PrefixChain, PutResult
 from kvstore.checksum import checksum
 from kvstore.errors import InvalidRequest
+from kvstore.keys import BlockKey
 from tests.client.conftest import in_shared_memory
 from tests.client.facade import Face
 
@@ -187,6 +188,42 @@ async def test_a_chain_of_a_namespace_that_is_not_open_is_refused(guest: Face, n
 async def test_a_chain_with_too_many_keys_is_refused(guest: Face, namespace: Namespace) -> None:
     with pytest.raises(InvalidRequest, match="limit 10000"):
         await guest.match(namespace.chain(range(4 * 10_001)))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([16], "chain: key 0 of 1 has 16 bytes, expected 32: name blocks by"),
+        ([32, 48, 16], "chain: key 1 of 3 has 48 bytes, expected 32"),
+        ([32] * 70 + [31], "chain: key 70 of 71 has 31 bytes, expected 32"),
+    ],
+    ids=["short", "lengths that add up", "many"],
+)
+async def test_a_key_that_is_not_as_long_as_a_digest_is_refused_by_every_call(
+    guest: Face, chain: PrefixChain, payloads: Payloads, lengths: list[int], message: str
+) -> None:
+    keys = tuple(BlockKey(bytes([at]) * length) for at, length in enumerate(lengths))
+    wrong = PrefixChain(chain.namespace, keys, chain.block_tokens)
+    buffers = np.zeros((len(keys), payloads.shape[1]), np.uint8)
+
+    for call in (
+        guest.match(wrong),
+        guest.match(wrong, lease=True),
+        guest.exists(wrong),
+        guest.fetch_into(wrong, buffers),
+        guest.get(wrong),
+        guest.put(wrong, buffers),
+        guest.prefetch(wrong),
+        guest.lease(wrong),
+        guest.hint(wrong, Hints(priority=1)),
+        guest.drop(wrong),
+        guest.demote(wrong),
+        guest.why(wrong),
+    ):
+        with pytest.raises(InvalidRequest, match=message):
+            await call
+    assert guest.client_stats().protocol_errors == 0
+    assert (await guest.match(chain[:0])).reason is None
 
 
 async def test_ten_thousand_keys_are_matched_in_one_request(client: Face, namespace: Namespace) -> None:
@@ -384,7 +421,7 @@ async def test_exists_takes_any_keys_in_any_order(
     assert await guest.exists(keys, namespace=namespace) == [False, True, False, True, True]
     with pytest.raises(InvalidRequest, match="need the namespace"):
         await guest.exists(keys)
-    with pytest.raises(InvalidRequest, match="a key has 32 bytes"):
+    with pytest.raises(InvalidRequest, match="exists: key 0 of 1 has 5 bytes, expected 32"):
         await guest.exists([b"short"], namespace=namespace)
 
 

@@ -417,6 +417,17 @@ def test_a_decoder_makes_room_for_the_frame_it_waits_for_and_lets_it_go_again() 
     assert len(decoder.space()) == first
 
 
+@pytest.mark.parametrize("lengths", [[16], [32, 31], [33] * 65], ids=["short", "one of two", "many"])
+def test_keys_that_are_not_as_long_as_a_digest_are_not_sent(lengths: list[int]) -> None:
+    keys = tuple(BlockKey(bytes([at]) * length) for at, length in enumerate(lengths))
+    digest = NamespaceDigest(bytes(32))
+
+    with pytest.raises(InvalidRequest, match=r"chain: key \d+ of \d+ has \d+ bytes, expected 32"):
+        ChainRef(PrefixChain(digest, keys, 4)).to_wire()
+    with pytest.raises(InvalidRequest, match=r"keys: key \d+ of \d+ has \d+ bytes, expected 32"):
+        KeySet(digest, keys).to_wire()
+
+
 def test_a_chain_whose_keys_begin_alike_is_no_chain_that_names_a_block_twice() -> None:
     keys = tuple(BlockKey(bytes(8) + bytes([number]) * 24) for number in range(40))
     alike = ChainRef(PrefixChain(_DIGEST, keys, 16))

@@ -15,6 +15,7 @@ import pytest
 from kvstore import AsyncKVStore, KVStore, MissReason, PrefixChain
 from kvstore.drill.reply_proxy import ReplyProxy
 from kvstore.errors import InvalidRequest, KVStoreError, RejectedRequest
+from kvstore.keys import BlockKey
 from kvstore.messages import Answer, Failed, FailureCode, Release, Request, ReturnSlots
 from tests.client.conftest import BLOCK_BYTES, NAMESPACE, PATIENT
 from tests.client.facade import Face, SyncFace
@@ -232,3 +233,14 @@ def test_the_callers_own_bad_input_is_found_before_anything_is_sent(chain: Prefi
                 call()
             assert type(raised.value) is InvalidRequest
     assert asked == []
+
+
+@pytest.mark.parametrize("count", [1, 65])
+def test_a_key_of_another_length_is_no_miss_where_there_is_no_server(tmp_path: Path, count: int) -> None:
+    keys = tuple(BlockKey(bytes([at]) * 16) for at in range(count))
+    wrong = PrefixChain(NAMESPACE.digest, keys, NAMESPACE.block_tokens)
+
+    with KVStore.connect(tmp_path / "none.sock") as client:
+        client.open_namespace(NAMESPACE)
+        with pytest.raises(InvalidRequest, match=f"key 0 of {count} has 16 bytes"):
+            client.match(wrong)

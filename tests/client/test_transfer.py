@@ -10,25 +10,28 @@ import pytest
 from kvstore import checksum as checksum_module
 from kvstore.checksum import SOURCE_STEP_BYTES, checksum
 from kvstore.errors import InvalidRequest
-from kvstore.messages import LentSlot, ReadySlot
-from kvstore.transfer import ReadEnd, SumsAhead, byte_view, read_slots, write_slots
+from kvstore.messages import LentSlot, ReadySlot, UnusedSlot
+from kvstore.transfer import ReadEnd, SumsAhead, byte_view, fill_slots, read_slots, write_slots
 
 
 class FakeArena:
     """Slots of 8 bytes at multiples of 8; the generation is what a test says."""
 
     def __init__(self) -> None:
-        self.memory = bytearray(range(64))
+        self.content = bytearray(range(64))
         self.generation_at = dict.fromkeys(range(0, 64, 8), 1)
 
     def slot(self, offset: int, length_bytes: int) -> memoryview:
-        return memoryview(self.memory)[offset : offset + length_bytes]
+        return memoryview(self.content)[offset : offset + length_bytes]
 
     def slot_array(self, offset: int, length_bytes: int) -> npt.NDArray[np.uint8]:
-        return np.frombuffer(self.memory, np.uint8)[offset : offset + length_bytes]
+        return np.frombuffer(self.content, np.uint8)[offset : offset + length_bytes]
 
     def slot_arrays(self, offsets: Sequence[int], length_bytes: int) -> list[npt.NDArray[np.uint8]]:
         return [self.slot_array(offset, length_bytes) for offset in offsets]
+
+    def memory(self, offsets: Sequence[int], length_bytes: int) -> memoryview:
+        return memoryview(self.content)
 
     def generation(self, offset: int) -> int:
         return self.generation_at[offset]
@@ -61,7 +64,7 @@ def test_what_came_whole_before_a_stale_slot_of_its_group_counts(monkeypatch: py
     buffers = [np.zeros(8, np.uint8) for _ in slots]
 
     assert read_slots(arena, slots, buffers, _never) == (6, ReadEnd.STALE)
-    assert bytes(b"".join(buffers[:6])) == arena.memory[:48]
+    assert bytes(b"".join(buffers[:6])) == arena.content[:48]
 
 
 def test_writing_goes_group_by_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,13 +77,13 @@ def test_writing_goes_group_by_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert [(slot.position, slot.offset) for slot in written] == [(at, 8 * at) for at in range(5)]
     assert [slot.checksum for slot in written] == [checksum(payload) for payload in payloads]
-    assert arena.memory[:40] == b"".join(payloads)
+    assert arena.content[:40] == b"".join(payloads)
 
 
 def test_a_slot_with_other_bytes_is_damaged() -> None:
     arena = FakeArena()
     slots = _ready(arena, 0, 8)
-    arena.memory[8] ^= 1
+    arena.content[8] ^= 1
 
     assert read_slots(arena, slots, [np.zeros(8, np.uint8)] * 2, _never) == (1, ReadEnd.DAMAGED)
 
@@ -98,15 +101,15 @@ def test_reading_stops_before_the_next_group_when_told(monkeypatch: pytest.Monke
 def test_a_lent_slot_in_another_generation_is_not_written() -> None:
     arena = FakeArena()
     arena.generation_at[8] = 2
-    before = bytes(arena.memory[8:])
+    before = bytes(arena.content[8:])
 
     written = write_slots(
         arena, [LentSlot(0, 0, 1), LentSlot(1, 8, 1)], [np.full(8, 9, np.uint8)] * 2, _never
     )
 
     assert [slot.position for slot in written] == [0]
-    assert arena.memory[:8] == b"\x09" * 8
-    assert arena.memory[8:] == before
+    assert arena.content[:8] == b"\x09" * 8
+    assert arena.content[8:] == before
 
 
 def test_writing_stops_before_the_next_block_when_told() -> None:
@@ -117,14 +120,14 @@ def test_writing_stops_before_the_next_block_when_told() -> None:
 
 def test_a_stale_writers_late_store_gets_no_valid_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = FakeArena()
-    copy = np.copyto
+    take_sum = checksum_module.xxhash.xxh3_64_intdigest
 
-    def copy_and_be_overwritten(target, source):
-        copy(target, source)
-        target[:4] = 0xAA
+    def be_overwritten_and_take_sum(payload):
+        arena.content[:4] = b"\xaa" * 4
+        return take_sum(payload)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checksum_module.np, "copyto", copy_and_be_overwritten)
+        patch.setattr(checksum_module.xxhash, "xxh3_64_intdigest", be_overwritten_and_take_sum)
         (written,) = write_slots(arena, [LentSlot(0, 0, 1)], [np.full(8, 9, np.uint8)], _never)
     stored = ReadySlot(0, 1, written.checksum)
 
@@ -132,11 +135,39 @@ def test_a_stale_writers_late_store_gets_no_valid_checksum(monkeypatch: pytest.M
     assert read_slots(arena, [stored], [np.zeros(8, np.uint8)], _never) == (0, ReadEnd.DAMAGED)
 
 
+def test_slots_lent_ahead_are_filled_in_order_up_to_the_first_that_changed_hands() -> None:
+    arena = FakeArena()
+    arena.generation_at[16] = 2
+    before = bytes(arena.content[16:])
+    payloads = [np.full(8, at, np.uint8) for at in range(4)]
+    slots = [UnusedSlot(offset, 1) for offset in (8, 0, 16, 24)]
+
+    filled = fill_slots(arena, slots, payloads, _never)
+
+    assert filled == [(8, 1, checksum(payloads[0])), (0, 1, checksum(payloads[1]))]
+    assert bytes(arena.content[:16]) == bytes(payloads[1]) + bytes(payloads[0])
+    assert arena.content[16:] == before
+
+
+def test_slots_lent_ahead_are_not_stored_from_the_first_payload_on_that_is_not_as_expected() -> None:
+    arena = FakeArena()
+    payloads = [np.full(8, at, np.uint8) for at in range(3)]
+    expected = [checksum(payload) for payload in payloads]
+    expected[1] ^= 1
+
+    filled = fill_slots(
+        arena, [UnusedSlot(offset, 1) for offset in (0, 8, 16)], payloads, _never, expected=expected
+    )
+
+    assert filled == [(0, 1, expected[0])]
+    assert fill_slots(arena, [], [], _never) == []
+
+
 class WideArena(FakeArena):
     """One slot of 4 MiB; it changes hands when its generation is looked at for the fourth time."""
 
     def __init__(self) -> None:
-        self.memory = bytearray(4 << 20)
+        self.content = bytearray(4 << 20)
         self.looked = count(1)
 
     def generation(self, offset: int) -> int:
@@ -147,7 +178,7 @@ def test_writing_stops_inside_a_block_that_changes_hands() -> None:
     arena = WideArena()
 
     assert write_slots(arena, [LentSlot(0, 0, 1)], [np.full(4 << 20, 9, np.uint8)], _never) == []
-    assert arena.memory.count(9) == 2 * SOURCE_STEP_BYTES
+    assert arena.content.count(9) == 2 * SOURCE_STEP_BYTES
 
 
 def test_writing_stops_inside_a_block_when_told() -> None:
@@ -158,7 +189,7 @@ def test_writing_stops_inside_a_block_when_told() -> None:
         write_slots(arena, [LentSlot(0, 0, 1)], [np.full(4 << 20, 9, np.uint8)], lambda: next(asked) == 2)
         == []
     )
-    assert arena.memory.count(9) == SOURCE_STEP_BYTES
+    assert arena.content.count(9) == SOURCE_STEP_BYTES
 
 
 def test_sums_taken_ahead_are_those_of_the_payloads_that_the_positions_name() -> None:
@@ -171,7 +202,7 @@ def test_sums_taken_ahead_are_those_of_the_payloads_that_the_positions_name() ->
     written = write_slots(arena, slots, [payloads[1], payloads[3]], _never, ahead=ahead)
 
     assert [slot.checksum for slot in written] == [checksum(payloads[1]), checksum(payloads[3])]
-    assert bytes(arena.memory[24:32]) == bytes(payloads[3])
+    assert bytes(arena.content[24:32]) == bytes(payloads[3])
 
 
 @pytest.mark.parametrize("position", [0, 1])
@@ -189,7 +220,7 @@ def test_the_sum_of_a_long_payload_goes_on_from_what_was_begun_of_it(position: i
     (written,) = write_slots(arena, [LentSlot(position, 0, 1)], [chosen], _never, ahead=ahead)
 
     assert written.checksum == checksum(chosen)
-    assert bytes(arena.memory[: len(chosen)]) == bytes(chosen)
+    assert bytes(arena.content[: len(chosen)]) == bytes(chosen)
 
 
 def test_sums_are_taken_ahead_of_as_many_payloads_as_a_step_has() -> None:

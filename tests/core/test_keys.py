@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvstore import KVLayout, Namespace
 from kvstore.errors import InvalidLayout, InvalidRequest, InvalidTokens
-from kvstore.keys import token_bytes
+from kvstore.keys import BlockKey, NamespaceDigest, PrefixChain, token_bytes
 
 LAYOUT = KVLayout(dtype="bfloat16", num_layers=2, block_tokens=4, num_kv_heads=2, head_dim=8)
 SPACE = Namespace(model="m", layout=LAYOUT, weights="w", tenant_salt=b"salt")
@@ -183,3 +183,8 @@ def test_a_namespace_of_wrong_fields_is_refused(fields):
 def test_equal_hashes_of_an_engine_make_no_chain():
     with pytest.raises(InvalidRequest, match="names a block twice"):
         Namespace("m", KVLayout.opaque(block_bytes=64, block_tokens=4)).chain_of_hashes([b"a", b"b", b"a"])
+
+
+def test_a_chain_with_a_parent_that_is_not_as_long_as_a_digest_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="chain: its parent has 16 bytes, expected 32: name blocks by"):
+        PrefixChain(NamespaceDigest(bytes(32)), (BlockKey(bytes(32)),), 4, 1, BlockKey(bytes(16)))

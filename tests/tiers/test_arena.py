@@ -62,6 +62,8 @@ def test_no_slot_outside_the_slot_space_is_lent(arena: Arena, offset: int, lengt
     assert arena.view.format.slots_offset == 8192
     with pytest.raises(InvalidRequest):
         arena.view.slot(offset, length)
+    with pytest.raises(InvalidRequest):
+        arena.view.memory([8192, offset], length)
 
 
 @pytest.mark.parametrize("offset", [0, 4096, 8193, MIB + 8192, -4096])
@@ -73,9 +75,11 @@ def test_no_generation_outside_the_slot_space_is_read(arena: Arena, offset: int)
 def test_views_outlive_a_close(arena: Arena) -> None:
     view = ArenaView.map(arena.fd)
     kept = np.frombuffer(view.slot(8192, 4096), dtype=np.uint8)
+    memory = view.memory([8192], 4096)
     view.close()
     view.close()
     assert kept.sum() == 0
+    assert not any(memory[8192:12288])
     with pytest.raises(InvalidRequest, match="closed"):
         view.slot(8192, 1)
 
