@@ -38,6 +38,9 @@ COMMIT_SLICE_BLOCKS = 256
 _AGAIN_S = 1.0
 """How long slots are kept at hand for a put like the last two: by then it has come, or is not expected."""
 
+_YOUNG_PART = 0.25
+"""The part of the time slots are lent for in which they may be at hand: the client is to have the rest."""
+
 _Columns: TypeAlias = tuple[tuple[Slot, ...], tuple[int, ...], tuple[int, ...]]
 """Slots, generations and checksums."""
 
@@ -202,8 +205,9 @@ class ClientSlots:
         lot = self._at_hand
         if lot is None:
             return None
-        is_wanted = lot.about == _lot_of(about) and len(lot.slots) == count and now_s - lot.lent_s < _AGAIN_S
-        if not is_wanted or self._putter.is_draining:
+        is_young = now_s - lot.lent_s < min(_AGAIN_S, _YOUNG_PART * self._manager.lease_s)
+        is_wanted = lot.about == _lot_of(about) and len(lot.slots) == count
+        if not is_young or not is_wanted or self._putter.is_draining:
             self._return_at_hand()
             return None
         self._at_hand = None

@@ -200,7 +200,10 @@ def _block_metrics() -> Iterable[Metric]:
     for member, text in (
         ("live_leases", "Leases not ended."),
         ("overdue_slots", "Slots lent to writers for longer than a lease lasts."),
-        ("lent_ahead_bytes", "Slots in the hands of clients for puts to come, padding included."),
+        (
+            "lent_ahead_bytes",
+            "Slots lent to clients, or at hand for them, for puts to come, padding included.",
+        ),
         ("owners", "Owners of leases: connections and requests."),
         ("loads", "Reads from slower tiers under way."),
     ):

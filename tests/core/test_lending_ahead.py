@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from kvstore.checksum import checksum
+from kvstore.client_slots import ClientSlots
 from kvstore.hints import Hints
+from kvstore.messages import ChainRef, Commit, FilledSlot, Store, WrittenSlot
 from kvstore.miss import MissReason
 from kvstore.tier import Slot
 from kvstore.wire import AHEAD_BYTES
@@ -143,3 +145,28 @@ async def test_above_the_high_water_mark_a_policy_may_refuse_what_was_written():
         assert found.reason is MissReason.NOT_ADMITTED
         assert store.manager.stats()["puts_blocks"]["not_admitted"] == 4 - found.num_admitted
         store.manager.return_slots(slots, owner=store.owner)
+
+
+def commit_blocks(manager, slots, first, count):
+    """Reserve and commit blocks as a client that wants as many slots ahead; returns the answer."""
+    about = ChainRef(chain(first, count))
+    lent = slots.lend(manager.reserve_at_once(about.chain, owner=slots._owner))
+    written = tuple(WrittenSlot(*slot, checksum(bytes(BLOCK_BYTES))) for slot in lent.slots)
+    return slots.commit_at_once(Commit(about, written, count))
+
+
+async def test_slots_at_hand_are_lent_anew_before_much_of_their_time_is_over(monkeypatch):
+    async with running(blocks=256, lease_s=0.5) as store:
+        now_s = 1000.0
+        monkeypatch.setattr(store.manager._state, "clock", lambda: now_s)
+        slots = ClientSlots(store.manager, store.owner)
+        answer = commit_blocks(store.manager, slots, 0, 4)
+        for number in range(1, 4):
+            filled = tuple(FilledSlot(*slot, checksum(bytes(BLOCK_BYTES))) for slot in answer.slots)
+            answer = slots.store_at_once(Store(ChainRef(chain(1000 * number, 4)), filled, 4))
+        assert store.manager.stats()["lent_ahead_bytes"] == 8 * BLOCK_BYTES
+
+        now_s += 0.3
+        assert commit_blocks(store.manager, slots, 9000, 4).lent_us == 500_000
+        store.manager.release_owner(store.owner)
+        assert store.manager.stats()["lent_ahead_bytes"] == 0
