@@ -257,7 +257,7 @@ def chain_of_keys(
     """Return the chain of keys in hex.
 
     Raises:
-        InvalidRequest: a parent without a start, or the other way round, or a key twice.
+        InvalidRequest: a parent without a start, or the other way round, or of another length; a key twice.
     """
     chain = PrefixChain(
         namespace,
