@@ -28,6 +28,7 @@ NamespaceDigest = NewType("NamespaceDigest", bytes)
 """SHA-256 of a Namespace, 32 bytes; the parent of every first block in it."""
 
 KEY_BYTES = 32
+_MAX_START, _MAX_BLOCK_TOKENS = (1 << 32) - 1, (1 << 16) - 1
 _KEYS_REMEDY = f"expected {KEY_BYTES}: name blocks by Namespace.chain or Namespace.chain_of_hashes"
 
 # Exactly as long as a digest: a block's hash input begins with its parent's digest, so no block's input can
@@ -160,6 +161,11 @@ class PrefixChain:
     def __post_init__(self) -> None:
         if (self.start == 0) != (self.parent is None):
             raise InvalidRequest("chain: a parent is given exactly when the chain does not start at block 0")
+        if not 0 <= self.start <= _MAX_START or not 1 <= self.block_tokens <= _MAX_BLOCK_TOKENS:
+            raise InvalidRequest(
+                f"chain: start {self.start} and block_tokens {self.block_tokens} lie in 0..{_MAX_START} "
+                f"and 1..{_MAX_BLOCK_TOKENS}"
+            )
         if self.parent is not None and len(self.parent) != KEY_BYTES:
             raise InvalidRequest(f"chain: its parent has {len(self.parent)} bytes, {_KEYS_REMEDY}")
 
@@ -199,7 +205,10 @@ def require_key_lengths(keys: Sequence[BlockKey], what: str) -> None:
 
     Measured, 2 cores: 3 us for 64 keys, 0.11 ms for 6250, a quarter of what a loop takes.
     """
-    lengths = list(map(len, keys))
+    try:
+        lengths = list(map(len, keys))
+    except TypeError as error:
+        raise InvalidRequest(f"{what}: a key is no bytes: {error}; {_KEYS_REMEDY}") from error
     if lengths.count(KEY_BYTES) != len(lengths):
         at, length = next((at, length) for at, length in enumerate(lengths) if length != KEY_BYTES)
         raise InvalidRequest(f"{what}: key {at} of {len(lengths)} has {length} bytes, {_KEYS_REMEDY}")

@@ -83,7 +83,10 @@ def _split_keys(blob: bytes) -> list[BlockKey]:
 
 
 def _join_keys(keys: Sequence[BlockKey], what: str) -> bytes:
-    joined = b"".join(keys)
+    try:
+        joined = b"".join(keys)
+    except TypeError as error:
+        raise InvalidRequest(f"{what}: a key is no bytes: {error}") from error
     if len(joined) != len(keys) * KEY_BYTES:
         require_key_lengths(keys, what)
     return joined

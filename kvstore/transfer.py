@@ -72,7 +72,7 @@ def byte_view(buffer: Buffer, what: str, index: int | None = None) -> Bytes:
     """
     try:
         return _byte_view(buffer)
-    except (TypeError, ValueError, BufferError) as error:
+    except (TypeError, ValueError, BufferError, RuntimeError) as error:  # the last is torch's
         name = what if index is None else f"{what}[{index}]"
         raise InvalidRequest(f"{name}: {type(buffer).__name__} is no contiguous buffer: {error}") from error
 

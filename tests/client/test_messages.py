@@ -577,3 +577,10 @@ def test_a_request_with_the_most_keys_fits_and_one_more_is_refused() -> None:
     values_of_more = (_DIGEST, 16, 0, None, bytes(32 * (MAX_KEYS + 1)), b"", 1)
     with pytest.raises(ProtocolMismatch, match="keys"):
         decode_request(Frame(Match.KIND, 1, msgpack.packb(values_of_more)))
+
+
+def test_keys_of_text_are_refused_before_they_are_sent() -> None:
+    chain = PrefixChain(_DIGEST, (_KEYS[0], "k" * 32), 16)  # type: ignore[arg-type]
+
+    with pytest.raises(InvalidRequest, match="a key is no bytes"):
+        ChainRef(chain).to_wire()

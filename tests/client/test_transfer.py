@@ -6,6 +6,7 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from kvstore import checksum as checksum_module
 from kvstore.checksum import SOURCE_STEP_BYTES, checksum
@@ -234,3 +235,10 @@ def test_sums_are_taken_ahead_of_as_many_payloads_as_a_step_has() -> None:
 def test_what_is_no_contiguous_buffer_is_refused(buffer: object) -> None:
     with pytest.raises(InvalidRequest, match=r"^buffers"):
         byte_view(buffer, "buffers")
+
+
+def test_a_tensor_that_torch_gives_no_bytes_of_is_refused() -> None:
+    """It was torch's own error, a RuntimeError, without a word of which buffer it was about."""
+    tensor = torch.zeros(8, dtype=torch.complex64).conj()
+    with pytest.raises(InvalidRequest, match=r"^payloads\[2\]: Tensor is no contiguous buffer"):
+        byte_view(tensor, "payloads", 2)

@@ -188,3 +188,19 @@ def test_equal_hashes_of_an_engine_make_no_chain():
 def test_a_chain_with_a_parent_that_is_not_as_long_as_a_digest_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="chain: its parent has 16 bytes, expected 32: name blocks by"):
         PrefixChain(NamespaceDigest(bytes(32)), (BlockKey(bytes(32)),), 4, 1, BlockKey(bytes(16)))
+
+
+@pytest.mark.parametrize(("tokens", "start"), [(4, -1), (4, 2**32), (0, 0), (2**16, 0)])
+def test_a_chain_that_no_request_can_carry_is_refused(tokens: int, start: int) -> None:
+    parent = BlockKey(bytes(32)) if start else None
+
+    with pytest.raises(InvalidRequest, match=f"start {start} and block_tokens {tokens} lie in"):
+        PrefixChain(NamespaceDigest(bytes(32)), (BlockKey(bytes(32)),), tokens, start, parent)
+
+
+@pytest.mark.parametrize("key", [None, 7])
+def test_a_key_that_is_no_bytes_is_refused(key: object) -> None:
+    chain = PrefixChain(NamespaceDigest(bytes(32)), (BlockKey(bytes(32)), key), 4)  # type: ignore[arg-type]
+
+    with pytest.raises(InvalidRequest, match="chain: a key is no bytes"):
+        chain.require_key_lengths()
