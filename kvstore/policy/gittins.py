@@ -168,10 +168,11 @@ class GittinsPolicy:
         offered = self._offered
         old: Cohort | None = None
         uses = turns = 0
+        classed: tuple[Lane, int] | None = None
         for key, ghost in zip(keys, known, strict=True):
             if ghost is None:
                 continue
-            if ghost.cohort is not old or ghost.uses != uses or ghost.turns != turns:
+            if classed is None or ghost.cohort is not old or ghost.uses != uses or ghost.turns != turns:
                 old, uses, turns = ghost.cohort, ghost.uses, ghost.turns
                 classed = self._used_lane(uses + 1, now_s - old.at_s, hint), turns
             offered[key] = classed
