@@ -203,9 +203,7 @@ class ArenaView:
         array = self._array
         if array is None:
             raise InvalidRequest("arena: the view is closed")
-        if offsets:
-            self._check_range(min(offsets), length_bytes)
-            self._check_range(max(offsets), length_bytes)
+        self._check_ranges(offsets, length_bytes)
         return [array[offset : offset + length_bytes] for offset in offsets]
 
     def memory(self, offsets: Sequence[int], length_bytes: int) -> memoryview:
@@ -217,9 +215,7 @@ class ArenaView:
         view = self._bytes
         if view is None:
             raise InvalidRequest("arena: the view is closed")
-        if offsets:
-            self._check_range(min(offsets), length_bytes)
-            self._check_range(max(offsets), length_bytes)
+        self._check_ranges(offsets, length_bytes)
         return view[:]  # of its own, so that it outlives ``close``
 
     def generation(self, offset: int) -> int:
@@ -270,6 +266,11 @@ class ArenaView:
             view.release()
             self._map.close()
         del self._map
+
+    def _check_ranges(self, offsets: Sequence[int], length_bytes: int) -> None:
+        if offsets:
+            self._check_range(min(offsets), length_bytes)
+            self._check_range(max(offsets), length_bytes)
 
     def _check_range(self, offset: int, length_bytes: int) -> None:
         if length_bytes < 0 or not self._slots_offset <= offset <= self._total_bytes - length_bytes:

@@ -385,7 +385,7 @@ class Directory:
     ) -> list[BlockEntry]:
         """As ``file``, of a run of a chain none of whose blocks has an entry; ``parent`` is before it."""
         names, num_blocks = [StorageKey(key + shelf.name_end) for key in keys], len(keys)
-        # Of thousands a second: what is done once for all, or by map, takes two thirds of the time.
+        # Of thousands a second: what can be is done once for all of them, or by map.
         run = list(
             map(
                 partial(BlockEntry, shelf),
