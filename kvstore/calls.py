@@ -167,10 +167,15 @@ def ask_for(request: Request, expected: type[A], meanwhile: Callable[[], object]
         ProtocolMismatch: an answer of another kind.
     """
     answer = yield Ask(request, meanwhile)
+    return answer_of(answer, type(request), expected)
+
+
+def answer_of(answer: Answer, asked: type[Request], expected: type[A]) -> A:
+    """Return an answer that is of the expected kind. Raises as ``ask_for``."""
     if isinstance(answer, Failed):
         raise answer.to_error()
     if not isinstance(answer, expected):
-        raise ProtocolMismatch(f"answer: {type(answer).__name__} to {type(request).__name__}")
+        raise ProtocolMismatch(f"answer: {type(answer).__name__} to {asked.__name__}")
     return answer
 
 

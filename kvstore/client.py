@@ -488,13 +488,23 @@ class KVStore(RecordMethods):
         link = pool.take(call.deadline_s, is_control=call.is_control)
         try:
             link.give_back_idle()
-            if call.direct is not None and call.namespace in link.opened and link.is_clean:
-                result = call.direct(link)
-                if result is not None:
-                    return result
-            return self._follow_on(link, call)
+            result = self._try_at_once(link, call) if call.namespace in link.opened else None
+            return self._follow_on(link, call) if result is None else result
         finally:
             pool.give_back(link)
+
+    def _try_at_once(self, link: Link, call: Call[T]) -> T | None:
+        """Carry a call out without a plan's steps; None if that does not suffice."""
+        result = None
+        try:
+            if call.direct is not None and link.is_clean:
+                result = call.direct(link)
+            if result is None and call.at_once is not None:
+                result = call.at_once(link)
+        except ProtocolMismatch:
+            link.close()  # as below
+            raise
+        return result
 
     def _follow_on(self, link: Link | SharedLink, call: Call[T]) -> T:
         namespace = None if call.namespace is None else self._state.namespace(call.namespace)
@@ -502,10 +512,6 @@ class KVStore(RecordMethods):
         try:
             if call.namespace is not None and call.namespace not in link.opened:
                 session.open_namespace()
-            if call.at_once is not None:
-                result = call.at_once(link)
-                if result is not None:
-                    return result
             return follow(call.make_plan(session), session)
         except ProtocolMismatch:
             # The exchange was whole, but what it said is in doubt, and so is what it lent.

@@ -38,7 +38,7 @@ from kvstore.keys import (
 )
 from kvstore.layout import Part
 from kvstore.messages import ChainRef
-from kvstore.put_calls import Put, put_plan
+from kvstore.put_calls import Put, put_at_once, put_plan
 from kvstore.results import BlockReport, EraseReport, PrefixMatch, PutResult
 from kvstore.tenant import tenant_of
 from kvstore.transfer import Buffer, require_writable, split_buffers
@@ -305,7 +305,18 @@ class ClientCalls:
             return tally.result()
 
         deadline_s = self._deadline_s(timeout_s, self._state.timeouts.put_s)
-        return Call(plan, deadline_s, chain.namespace, self._stored_so_far(tally), chain=chain)
+
+        def at_once(link: Link) -> PutResult | None:
+            return tally.result() if put_at_once(link, put, tally, deadline_s) else None
+
+        return Call(
+            plan,
+            deadline_s,
+            chain.namespace,
+            self._stored_so_far(tally),
+            at_once=at_once,
+            chain=chain,
+        )
 
     def hint(
         self, chain: PrefixChain, hints: Hints, *, part: Part | None, timeout_s: float | None

@@ -31,6 +31,7 @@ from kvstore.keys import PrefixChain
 from kvstore.layout import Part
 from kvstore.messages import Answer, ChainRef, Failed, Fetch, Peek, Ready, ReadySlot, Release, Request, Seen
 from kvstore.miss import MissReason
+from kvstore.stock import Stock
 from kvstore.transfer import Bytes, ReadEnd, read_slots
 
 PEEK_BYTES = 4 << 20
@@ -49,9 +50,13 @@ class Link(LosableLink, Protocol):
     """A connection that asks at once."""
 
     arena: MappedArena | None
+    stock: Stock | None
 
     def ask(self, request: Request, deadline_s: float) -> Answer:
         """Send a request and return its answer."""
+
+    def tell(self, message: Request) -> None:
+        """Send a message that has no answer."""
 
 
 class FetchTally:

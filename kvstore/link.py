@@ -40,7 +40,7 @@ _TELL_PATIENCE_S = 0.005
 MAX_UNSENT_BYTES = 16 << 10
 """Beyond so much that a server has not read, it is told no more of what it need not hear."""
 
-_AWAKE_S = 100e-6
+_AWAKE_S = 250e-6
 """How long an answer is waited for without going to sleep, if the one before it came as soon."""
 
 _PEER = struct.Struct("3i")

@@ -3,6 +3,7 @@
 Either way payloads are written into lent slots, checksum in the same pass, before the server publishes them.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from kvstore.calls import (
     Session,
     Tell,
     Work,
+    answer_of,
     ask_for,
     ask_for_slots,
     check_keys,
@@ -21,11 +23,14 @@ from kvstore.calls import (
     window_blocks,
 )
 from kvstore.errors import ProtocolMismatch, TierFull, TierUnavailable
+from kvstore.fetch_calls import Link, copy_limit
 from kvstore.hints import Hints
 from kvstore.messages import (
     ChainRef,
     Commit,
     Count,
+    Failed,
+    FailureCode,
     FilledSlot,
     LentSlot,
     ReturnSlots,
@@ -37,6 +42,7 @@ from kvstore.messages import (
 from kvstore.miss import MissReason
 from kvstore.stock import Stock
 from kvstore.transfer import Bytes, SumsAhead, fill_slots, write_slots
+from kvstore.wire import MAX_KEYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,36 @@ class Put:
         about = ChainRef(self.about.chain[start:stop], self.about.part)
         checksums = None if self.checksums is None else self.checksums[start:stop]
         return Put(about, self.payloads[start:stop], self.length_bytes, checksums, self.hints)
+
+
+def put_at_once(link: Link, put: Put, tally: PutTally, deadline_s: float) -> bool:
+    """Put into slots lent ahead by one exchange, and copy on the caller's thread; False if that does not do.
+
+    Then ``put_plan`` goes on, as if nothing had been tried.
+    """
+    stock, arena, count = link.stock, link.arena, len(put.about.chain.keys)
+    if stock is None or arena is None or arena.writing is None or count > MAX_KEYS:
+        return False
+    if time.monotonic() >= deadline_s or not stock.has_slots(put.length_bytes, count):
+        return False
+    slots = stock.begin_put(put.length_bytes, count)
+    unused = slots
+    try:
+        should_stop = copy_limit(link, deadline_s)
+        filled = fill_slots(arena.writing, slots, put.payloads, should_stop, expected=put.checksums)
+        if len(filled) < count:
+            return False
+        ahead, asked_s = stock.wanted(put.length_bytes, count), stock.clock()
+        answer = link.ask(Store(put.about, tuple(filled), ahead, put.hints), deadline_s)
+        if isinstance(answer, Failed) and answer.code is FailureCode.NAMESPACE_NOT_OPEN:
+            return False
+        unused = []
+        stored = answer_of(answer, Store, Stored)
+        _note_stored(stock, put, stored, tally, ahead=ahead, asked_s=asked_s)
+        return True
+    finally:
+        if unused:
+            link.tell(ReturnSlots(tuple(unused)))
 
 
 def put_plan(session: Session, put: Put, tally: PutTally) -> Plan[None]:
@@ -93,17 +129,29 @@ def _put_at_once(
         ahead, asked_s = stock.wanted(put.length_bytes, len(slots)), stock.clock()
         answer = yield from ask_for(Store(put.about, tuple(filled), ahead, put.hints), Stored)
         unused = []
-        if len(answer.outcomes or filled) != len(filled) or len(answer.slots) not in (0, ahead):
-            raise ProtocolMismatch("answer: outcomes or slots do not fit the request")
-        if not answer.outcomes and answer.stored != len(filled):
-            raise ProtocolMismatch("answer: what became of the blocks is not said")
-        tally.note_outcomes(answer)
-        stock.note_present(tally.present)
-        stock.add(put.length_bytes, answer, asked_s)
+        _note_stored(stock, put, answer, tally, ahead=ahead, asked_s=asked_s)
         return True
     finally:
         if unused:
             yield Tell(ReturnSlots(tuple(unused)))
+
+
+def _note_stored(
+    stock: Stock, put: Put, answer: Stored, tally: PutTally, *, ahead: int, asked_s: float
+) -> None:
+    """Note what became of a put's blocks, and the slots for the next, of which ``ahead`` were asked for.
+
+    Raises:
+        ProtocolMismatch: the answer does not fit.
+    """
+    count = len(put.payloads)
+    if len(answer.outcomes) not in (0, count) or len(answer.slots) not in (0, ahead):
+        raise ProtocolMismatch("answer: outcomes or slots do not fit the request")
+    if not answer.outcomes and answer.stored != count:
+        raise ProtocolMismatch("answer: what became of the blocks is not said")
+    tally.note_outcomes(answer)
+    stock.note_present(tally.present)
+    stock.add(put.length_bytes, answer, asked_s)
 
 
 def _put_window(session: Session, stock: Stock | None, put: Put, start: int, tally: PutTally) -> Plan[bool]:

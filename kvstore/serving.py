@@ -30,6 +30,7 @@ from kvstore.answering import (
     ready_slots,
 )
 from kvstore.client_slots import ClientSlots
+from kvstore.coming_back import ComingBack
 from kvstore.errors import (
     InvalidRequest,
     KVStoreError,
@@ -114,11 +115,6 @@ _WRITE_HIGH_BYTES = 1 << 20
 _SLOW_READER_S = 10.0
 _MAX_NAMESPACES = 1024
 _MAX_CHECK_LINES = 200
-_COPY_BYTES_PER_S = 10e9
-_COPY_SLACK_S = 60e-6
-_LONGEST_WAKE_S = 300e-6
-"""How long the loop is kept awake for what a client sends after its copy, which is taken to run at that rate;
-after a longer copy the time that waking takes does not count."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -153,9 +149,7 @@ class Connection(asyncio.BufferedProtocol):
         self._malformed = malformed
         self._late_work = late_work
         self._on_end = on_end
-        self._stay_awake = stay_awake
-        self._copied_by_s = 0.0
-        self._comes_back = False
+        self._coming_back = None if stay_awake is None else ComingBack(stay_awake)
         self._owner = Owner(0)
         self._slots = ClientSlots(manager, self._owner)
         self._in_flight: dict[int, asyncio.Task[None]] = {}
@@ -186,10 +180,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Take bytes from the client."""
-        self._heard_s = now_s = time.monotonic()
-        if self._copied_by_s:
-            self._comes_back = now_s <= self._copied_by_s
-            self._copied_by_s = 0.0
+        self._heard_s = time.monotonic()
+        if self._coming_back is not None:
+            self._coming_back.heard()
         self._decoder.received(nbytes)
         self._pump()
 
@@ -566,13 +559,8 @@ class Connection(asyncio.BufferedProtocol):
             self._malformed.warn("server: a reported block could not be looked at: %s", error)
 
     def _await_copy(self, num_bytes: int, *, is_certain: bool) -> None:
-        """Have the loop stay awake while the client copies, if it is certain or likely to be heard then."""
-        wait_s = num_bytes / _COPY_BYTES_PER_S + _COPY_SLACK_S
-        if self._stay_awake is None or wait_s > _LONGEST_WAKE_S:
-            return
-        self._copied_by_s = time.monotonic() + wait_s
-        if is_certain or self._comes_back:
-            self._stay_awake(wait_s)
+        if self._coming_back is not None:
+            self._coming_back.told(num_bytes, is_certain=is_certain)
 
     def _refuse(self, error: KVStoreError, request_id: int) -> None:
         self._counters.failed_requests += 1

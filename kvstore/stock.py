@@ -45,6 +45,11 @@ class Stock:
         self._meets_present = False
         self.idle_from_s = math.inf
 
+    def has_slots(self, length_bytes: int, count: int) -> bool:
+        """Whether ``begin_put`` may find slots for a put of ``count`` blocks."""
+        lot = self._lots.get(length_bytes)
+        return lot is not None and len(lot.slots) >= count and not self._meets_present
+
     def begin_put(self, length_bytes: int, count: int) -> list[UnusedSlot]:
         """Return slots for a put of ``count`` blocks, which are in the stock no more; none if they do not do.
 

@@ -1,7 +1,7 @@
 """Moving payload bytes between arena slots and a caller's buffers, checksum in the same pass.
 
 Everything here blocks for the time of the copies and, but for small blocks, releases the GIL while it copies;
-it may run on any thread. ``should_stop`` is asked before each block that is read and each 512 KiB that are
+it may run on any thread. ``should_stop`` is asked before each block that is read and each MiB that is
 written, so that an abandoned transfer ends soon: one whose connection is lost writes into slots that are not
 its own any more.
 """
@@ -22,6 +22,7 @@ from kvstore.checksum import (
     checksum,
     copy_array_with_checksum,
     copy_array_with_source_checksum,
+    copy_bytes,
     copy_small_in,
     copy_small_out,
 )
@@ -342,11 +343,9 @@ def _write_slot(
     """Copy one payload; None if the slot changed hands, or it was told to stop, meanwhile."""
     position = places.positions[at]
     if len(payload) <= SOURCE_STEP_BYTES:
+        copy_bytes(target, payload)
         digest = ahead.whole.get(position)
-        if digest is None:
-            digest = checksum(payload)
-        target[:] = payload
-        return digest
+        return checksum(payload) if digest is None else digest
     offset, generation = places.offsets[at], places.generations[at]
 
     def may_go_on() -> bool:
