@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvstore import calls, holding_calls
 from kvstore.arena_link import MappedArena
+from kvstore.at_once import Link
 from kvstore.calls import Connection, FetchResult, Plan, PutTally, Session
 from kvstore.client_state import ClientState
 from kvstore.direct_reads import DirectLink, is_direct, read_directly
@@ -20,7 +21,6 @@ from kvstore.errors import InvalidRequest, KVStoreError, RejectedRequest
 from kvstore.fetch_calls import (
     BufferSource,
     FetchTally,
-    Link,
     allocate_blocks,
     fetch_at_once,
     fetch_plan,

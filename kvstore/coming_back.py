@@ -12,13 +12,13 @@ _LONGEST_S = 800e-6
 """After a longer copy the time that waking takes does not count."""
 
 _KEPT = 4
-"""So many of the last times are looked at: one that was long, perhaps since waking took its part, means little."""
+"""So many of the last times count: one that was long, perhaps since waking took its part, says little."""
 
 
 class ComingBack:
     """Has the loop stay awake for a client whose last copy was followed at once by its next message.
 
-    A copy is taken to run at 10 GB/s. What the client takes besides is what it took at least of the last times.
+    A copy is taken to run at 10 GB/s. Besides, the client takes the least that it took of the last times.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ComingBack:
         self._is_waited_for = False
 
     def told(self, copy_bytes: int, *, is_certain: bool) -> None:
-        """Take note of an answer with which so much may be copied, and whether a message is sure to follow."""
+        """Note an answer with which so much may be copied, and whether a message is sure to follow."""
         self._told_s, self._copy_s, self._is_waited_for = self._clock(), copy_bytes / _COPY_BYTES_PER_S, True
         besides_s = min(self._besides_s, default=_FIRST_GUESS_S if is_certain else math.inf)
         likely_s = self._copy_s + besides_s + _MARGIN_S

@@ -9,10 +9,11 @@ import time
 from typing import Protocol, cast
 
 from kvstore.arena_link import MappedArena
+from kvstore.at_once import LosableLink, copy_limit
 from kvstore.calls import FetchResult
 from kvstore.client_state import ClientState
 from kvstore.errors import ProtocolMismatch
-from kvstore.fetch_calls import BufferSource, LosableLink, copied, copy_limit
+from kvstore.fetch_calls import BufferSource, copied
 from kvstore.hints import Hints
 from kvstore.messages import ChainRef, NoteReads, ReadySlot, Request
 from kvstore.ready_table import MAX_DIRECT_BLOCKS

@@ -7,11 +7,11 @@ checksum and generation are checked after the copy. What changed meanwhile is fe
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
-from kvstore.arena_link import MappedArena
+from kvstore.at_once import Link, copy_limit
 from kvstore.calls import (
     Ask,
     FetchResult,
@@ -29,34 +29,12 @@ from kvstore.errors import ProtocolMismatch
 from kvstore.hints import Hints
 from kvstore.keys import PrefixChain
 from kvstore.layout import Part
-from kvstore.messages import Answer, ChainRef, Failed, Fetch, Peek, Ready, ReadySlot, Release, Request, Seen
+from kvstore.messages import Answer, ChainRef, Failed, Fetch, Peek, Ready, ReadySlot, Release, Seen
 from kvstore.miss import MissReason
-from kvstore.stock import Stock
 from kvstore.transfer import Bytes, ReadEnd, read_slots
 
 PEEK_BYTES = 4 << 20
 """Up to here blocks are copied without a lease: they hardly leave meanwhile."""
-
-
-class LosableLink(Protocol):
-    """A connection, as far as a copy looks at it."""
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the server has ended it."""
-
-
-class Link(LosableLink, Protocol):
-    """A connection that asks at once."""
-
-    arena: MappedArena | None
-    stock: Stock | None
-
-    def ask(self, request: Request, deadline_s: float) -> Answer:
-        """Send a request and return its answer."""
-
-    def tell(self, message: Request) -> None:
-        """Send a message that has no answer."""
 
 
 class FetchTally:
@@ -85,9 +63,6 @@ class FetchTally:
         checksums = tuple([slot.checksum for slot in self._slots])
         return FetchResult(len(self._slots), tuple(self._origins), checksums, reason)
 
-
-_LOOK_S = 0.001
-"""How long a copy goes on before it looks whether its connection still stands."""
 
 BufferSource: TypeAlias = Callable[[int, int], Sequence[Bytes]]
 """Gives the buffers of blocks start to stop of the chain; called when they are known to be stored."""
@@ -123,21 +98,6 @@ def fetch_at_once(
     if end is ReadEnd.STALE or end is ReadEnd.DAMAGED:
         return None
     return copied(slots[:good], answer.tier, end, deadline_s)
-
-
-def copy_limit(link: LosableLink, deadline_s: float) -> Callable[[], bool]:
-    """Return what says whether a copy should stop: time is up, or the connection is lost (within 1 ms)."""
-    next_look_s = time.monotonic() + _LOOK_S
-
-    def is_over() -> bool:
-        nonlocal next_look_s
-        now_s = time.monotonic()
-        if now_s < next_look_s:
-            return now_s >= deadline_s
-        next_look_s = now_s + _LOOK_S
-        return now_s >= deadline_s or link.is_lost
-
-    return is_over
 
 
 def copied(slots: Sequence[ReadySlot], tier: str, end: ReadEnd, deadline_s: float) -> FetchResult:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from kvstore.at_once import Link, copy_limit
 from kvstore.calls import (
     Plan,
     PutTally,
@@ -23,7 +24,6 @@ from kvstore.calls import (
     window_blocks,
 )
 from kvstore.errors import ProtocolMismatch, TierFull, TierUnavailable
-from kvstore.fetch_calls import Link, copy_limit
 from kvstore.hints import Hints
 from kvstore.messages import (
     ChainRef,
@@ -86,8 +86,8 @@ def put_at_once(link: Link, put: Put, tally: PutTally, deadline_s: float) -> boo
         answer = link.ask(Store(put.about, tuple(filled), ahead, put.hints), deadline_s)
         if isinstance(answer, Failed) and answer.code is FailureCode.NAMESPACE_NOT_OPEN:
             return False
-        unused = []
         stored = answer_of(answer, Store, Stored)
+        unused = []
         _note_stored(stock, put, stored, tally, ahead=ahead, asked_s=asked_s)
         return True
     finally:

@@ -540,6 +540,8 @@ class Putter:
                 )
 
     def _missing(self, shelf: Shelf, chain: PrefixChain) -> list[int]:
+        if shelf.entries.keys().isdisjoint(chain.keys):
+            return list(range(len(chain.keys)))
         find, is_certain, down = shelf.entries.get, self._state.is_certain, self._state.down_tiers()
         return [
             index

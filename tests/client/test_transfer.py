@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from kvstore import checksum as checksum_module
-from kvstore.checksum import SOURCE_STEP_BYTES, checksum
+from kvstore.checksum import (
+    SOURCE_STEP_BYTES,
+    checksum,
+    copy_bytes,
+    copy_with_checksum,
+    copy_with_source_checksum,
+)
 from kvstore.errors import InvalidRequest
 from kvstore.messages import LentSlot, ReadySlot, UnusedSlot
 from kvstore.transfer import ReadEnd, SumsAhead, byte_view, fill_slots, read_slots, write_slots
@@ -242,3 +248,30 @@ def test_a_tensor_that_torch_gives_no_bytes_of_is_refused() -> None:
     tensor = torch.zeros(8, dtype=torch.complex64).conj()
     with pytest.raises(InvalidRequest, match=r"^payloads\[2\]: Tensor is no contiguous buffer"):
         byte_view(tensor, "payloads", 2)
+
+
+@pytest.mark.parametrize(
+    "length_bytes", [0, 1, 4096, (64 << 10) - 1, 64 << 10, (64 << 10) + 3, 192 << 10, 1 << 20]
+)
+@pytest.mark.parametrize(
+    ("target_at", "origin_at"), [(0, 0), (16, 0), (0, 16), (8, 64), (1, 0), (0, 3), (5, 5)]
+)
+def test_bytes_are_copied_as_they_are_wherever_they_lie(
+    length_bytes: int, target_at: int, origin_at: int
+) -> None:
+    room = length_bytes + 128
+    target, origin = np.zeros(room, np.uint8), np.random.default_rng(7).integers(0, 256, room, np.uint8)
+    origin[origin_at : origin_at + 8] = 0xFF  # as a number, one that has a sign
+    copy_bytes(target[target_at:][:length_bytes], origin[origin_at:][:length_bytes])
+    assert target[target_at:][:length_bytes].tobytes() == origin[origin_at:][:length_bytes].tobytes()
+    assert not target[:target_at].any()
+    assert not target[target_at + length_bytes :].any()
+
+
+@pytest.mark.parametrize("length_bytes", [64 << 10, 1 << 20, (2 << 20) + 24])
+def test_a_copy_and_its_sum_are_of_the_same_bytes_on_both_ways(length_bytes: int) -> None:
+    origin = np.random.default_rng(8).integers(0, 256, length_bytes, np.uint8)
+    inside, outside = np.zeros_like(origin), np.zeros_like(origin)
+    assert copy_with_source_checksum(inside, origin) == checksum(origin) == checksum(inside)
+    assert copy_with_checksum(outside, inside) == checksum(origin)
+    assert outside.tobytes() == origin.tobytes()
