@@ -31,8 +31,8 @@ WORDS_FROM_BYTES = 64 << 10
 """Copies from here on are loops over words, where both sides lie on whole words.
 
 Up to 1 MiB or so the C library copies by the processor's own instruction for strings. On AMD's Zen 4 that
-takes two to five times as long if the destination begins a few bytes behind the source in a page of 4 KiB (glibc's
-bug 30994), as every large NumPy array does to a slot.
+takes two to five times as long if the destination begins a few bytes behind the source in a page of 4 KiB
+(glibc's bug 30994), as every large NumPy array does to a slot.
 """
 
 _TARGET_WORD, _ORIGIN_WORD = np.dtype(np.uint64), np.dtype(np.int64)

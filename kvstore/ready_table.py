@@ -2,8 +2,8 @@
 
     page 0    header: magic, version, sizes, the instance of the arena, xxh3-64 over the fields before it;
               at 2048 what changes: the era, and when the server last wrote it (ns of CLOCK_MONOTONIC)
-    buckets   two entries of 128 bytes each: storage key, slot, checksum, generation and length of a block,
-              and a seal over them
+    buckets   eight entries of 128 bytes each: storage key, slot, checksum, generation and length of a block,
+              and a seal over them. Any of a bucket's may be a block's; one of them is looked at first
 
 A reader needs no lock and no order of stores. The seal is the xxh3-64 of an entry's fields, seeded by the
 arena's instance and the era: what is torn, half written, of another table or of an earlier era has another.
@@ -30,7 +30,10 @@ from kvstore.keys import BlockKey
 from kvstore.tier import ALIGNMENT_BYTES, STORAGE_KEY_BYTES
 
 ENTRY_BYTES = 128
-BUCKET_BYTES = 2 * ENTRY_BYTES
+_ENTRIES_OF_BUCKET = 8
+BUCKET_BYTES = _ENTRIES_OF_BUCKET * ENTRY_BYTES
+FIRST_SHIFT = 61
+"""Which entry is looked at first is in the bits of a block's number from there on."""
 
 FIELDS = struct.Struct("<72sQQII")
 """Storage key, offset of the slot, checksum, generation, bytes of the block."""
@@ -58,7 +61,7 @@ TABLE_SEALS = SEALS | _F_SEAL_FUTURE_WRITE
 
 _BYTES_PER_ENTRY = 32 << 10
 _MAGIC = b"KVREADY\0"
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct("<8sIIQ16s")
 _HEADER_SUM = struct.Struct("<Q")
 _LIVE = struct.Struct("<QQ")
@@ -90,7 +93,7 @@ class TableFormat:
     @property
     def mask(self) -> int:
         """What of a number names a bucket."""
-        return self.num_entries // 2 - 1
+        return self.num_entries // _ENTRIES_OF_BUCKET - 1
 
     def seed(self, era: int) -> int:
         """Return what the seals of an era are seeded with."""
@@ -116,7 +119,7 @@ class TableFormat:
             raise ProtocolMismatch(f"ready table: format version {version}, expected {_VERSION}")
         (stored_sum,) = _HEADER_SUM.unpack_from(data, _HEADER.size)
         made = cls(num_entries, instance)
-        is_power = num_entries >= 2 and num_entries & (num_entries - 1) == 0
+        is_power = num_entries >= _ENTRIES_OF_BUCKET and num_entries & (num_entries - 1) == 0
         if not is_power or stored_sum != checksum(fields) or made.total_bytes != file_bytes:
             raise ProtocolMismatch(f"ready table: the header does not fit its file of {file_bytes} bytes")
         return made
@@ -127,10 +130,20 @@ def name_spread(name_end: bytes) -> int:
     return xxhash.xxh3_64_intdigest(name_end)
 
 
-def bucket_offset(key: bytes, name_end: bytes, mask: int) -> int:
-    """Return where the bucket of a block begins; ``name_end`` is its storage key behind the block key."""
+def places(key: bytes, name_end: bytes, mask: int) -> tuple[int, int]:
+    """Return where the bucket of a block begins, and which of its entries is looked at first.
+
+    ``name_end`` is its storage key behind the block key.
+    """
     number = int.from_bytes(key[:8], "little") ^ name_spread(name_end)
-    return ALIGNMENT_BYTES + (number & mask) * BUCKET_BYTES
+    bucket = ALIGNMENT_BYTES + (number & mask) * BUCKET_BYTES
+    return bucket, bucket + (number >> FIRST_SHIFT) * ENTRY_BYTES
+
+
+def offset_in(bucket: bytes, name: bytes) -> int:
+    """Return where in a bucket's bytes the entry of a storage key is; negative if it has none."""
+    at = bucket.find(name)
+    return at if at % ENTRY_BYTES == 0 else -1
 
 
 class ReadyTable:
@@ -196,14 +209,18 @@ class ReadyTable:
         number_of, seal_of, unpack = int.from_bytes, xxhash.xxh3_64_intdigest, _AFTER_KEY.unpack_from
         found: list[Listed] = []
         for key in keys:
-            # As bucket_offset, which would take half as long again.
-            at = ALIGNMENT_BYTES + ((number_of(key[:8], "little") ^ spread) & mask) * BUCKET_BYTES
+            # As `places`, which would take half as long again.
+            number = number_of(key[:8], "little") ^ spread
+            bucket = ALIGNMENT_BYTES + (number & mask) * BUCKET_BYTES
+            at = bucket + (number >> FIRST_SHIFT) * ENTRY_BYTES
             name = key + name_end
             entry = mapping[at : at + SEALED_BYTES]
             if not entry.startswith(name):
-                entry = mapping[at + ENTRY_BYTES : at + ENTRY_BYTES + SEALED_BYTES]
-                if not entry.startswith(name):
+                held = mapping[bucket : bucket + BUCKET_BYTES]
+                within = offset_in(held, name)
+                if within < 0:
                     return None
+                entry = held[within : within + SEALED_BYTES]
             offset, payload_sum, generation, stored_bytes, seal = unpack(entry, STORAGE_KEY_BYTES)
             if seal != seal_of(entry[: FIELDS.size], seed) or stored_bytes != length_bytes:
                 return None

@@ -42,8 +42,11 @@ TAKES_TRACES = 1
 A client offers it, and a server that knows it sends it back; one that does not answers with id 0.
 """
 
-READS_DIRECTLY = 2
-"""Another such flag: behind the arena's descriptors comes that of the table of READY blocks."""
+READS_DIRECTLY = 8
+"""Another such flag: behind the arena's descriptors comes that of the table of READY blocks.
+
+Of its version 2; the flag 2 was that of version 1.
+"""
 
 LENDS_AHEAD = 4
 """Another such flag: slots may be lent before they are asked for, and `Store` puts in one exchange."""

@@ -23,7 +23,7 @@ from kvstore.ready_table import (
     TABLE_SEALS,
     ReadyTable,
     TableFormat,
-    bucket_offset,
+    places,
 )
 from kvstore.tier import Slot, StorageKey
 from kvstore_tiers.ready_listing import ReadyListing
@@ -36,7 +36,9 @@ MASK = TableFormat.for_arena(0, INSTANCE).mask
 
 def key(number: int, bucket: int = 5) -> BlockKey:
     """A key in a bucket of its own choice, as far as keys are made up."""
-    aim = (bucket_offset(bytes(8), NAME_END, MASK) - 4096) // BUCKET_BYTES ^ bucket
+    at, first = places(bytes(8), NAME_END, MASK)
+    # All are looked for first in the first entry of their bucket.
+    aim = (at - 4096) // BUCKET_BYTES ^ bucket | (first - at) // ENTRY_BYTES << 61
     return BlockKey(aim.to_bytes(8, "little") + number.to_bytes(24, "little"))
 
 
@@ -100,11 +102,43 @@ def test_a_chain_is_found_as_a_whole_or_not_at_all(table: Table) -> None:
     assert table.find(1, 2, 3) is None
 
 
-def test_of_three_blocks_in_a_bucket_the_latest_takes_a_place(table: Table) -> None:
-    for number in (1, 2, 3):
-        table.add(number)
+def test_all_blocks_of_a_full_bucket_are_found_and_one_more_takes_a_place(table: Table) -> None:
+    eight = range(1, 9)
+    for number in eight:
+        table.add(number, slot=4096 * number)
+    assert [table.find(number) for number in eight] == [[(4096 * number, 3, 7)] for number in eight]
 
-    assert [table.find(number) is not None for number in (1, 2, 3)] == [True, False, True]
+    table.add(9)
+    assert table.find(9) is not None
+    assert [number for number in eight if table.find(number) is None] == [1]
+
+
+def test_a_place_that_became_free_is_taken_and_no_block_stands_twice(table: Table) -> None:
+    for number in range(1, 9):
+        table.add(number)
+    table.remove(1)
+    table.add(8, slot=12288)
+    table.add(9)
+    assert table.find(8) == [(12288, 3, 7)]
+    assert all(table.find(number) for number in range(2, 10))
+    table.remove(8)
+    assert table.find(8) is None
+
+
+def test_entries_of_an_earlier_era_make_room(table: Table) -> None:
+    for number in range(1, 9):
+        table.add(number)
+    table.listing.begin_era()
+    for number in range(11, 19):
+        table.add(number)
+    assert all(table.find(number) for number in range(11, 19))
+
+
+def test_a_name_that_stands_between_two_entries_is_not_found(table: Table) -> None:
+    table.add(1)
+    table.scribble(key(2) + NAME_END, table.at(entry=3) + 8)
+
+    assert table.find(2) is None
 
 
 def test_a_block_that_is_removed_is_not_found_and_the_others_are(table: Table) -> None:
@@ -292,7 +326,7 @@ WHOLE = FORMAT.pack().ljust(FORMAT.total_bytes, b"\0")
         pytest.param(os.urandom(1 << 16), TABLE_SEALS, "none", id="garbage"),
         pytest.param(WHOLE[:-1], TABLE_SEALS, "does not fit", id="truncated"),
         pytest.param(WHOLE + bytes(ENTRY_BYTES), TABLE_SEALS, "does not fit", id="longer"),
-        pytest.param(WHOLE[:8] + b"\2" + WHOLE[9:], TABLE_SEALS, "version 2", id="version"),
+        pytest.param(WHOLE[:8] + b"\1" + WHOLE[9:], TABLE_SEALS, "version 1", id="version"),
         pytest.param(WHOLE[:30] + b"\xff" + WHOLE[31:], TABLE_SEALS, "does not fit", id="damaged"),
         pytest.param(WHOLE, 0, "change its size", id="unsealed"),
         pytest.param(WHOLE, SEALS, "be written", id="writable"),

@@ -15,12 +15,14 @@ from kvstore.ready_table import (
     ENTRY_BYTES,
     ERA_OFFSET,
     FIELDS,
+    FIRST_SHIFT,
     SEALED_BYTES,
     TABLE_SEALS,
     Listed,
     TableFormat,
-    bucket_offset,
     name_spread,
+    offset_in,
+    places,
 )
 from kvstore.tier import ALIGNMENT_BYTES, STORAGE_KEY_BYTES, ListedBlock, StorageKey
 
@@ -82,15 +84,24 @@ class ReadyListing:
         number_of, seal_of, pack = int.from_bytes, xxhash.xxh3_64_intdigest, FIELDS.pack
         # Of thousands a second: nothing is called that can be spared.
         for name, slot, payload_sum, generation in blocks:
-            at = ALIGNMENT_BYTES + ((number_of(name[:8], "little") ^ spread) & mask) * BUCKET_BYTES
-            first = mapping[at : at + SEALED_BYTES]
-            if not first.startswith(name):
-                other = at + ENTRY_BYTES
-                is_there = mapping[other : other + STORAGE_KEY_BYTES] == name
-                if is_there or (first != _NO_ENTRY and self._is_of_this_era(first)):
-                    at = other
+            number = number_of(name[:8], "little") ^ spread
+            bucket = ALIGNMENT_BYTES + (number & mask) * BUCKET_BYTES
+            at = bucket + (number >> FIRST_SHIFT) * ENTRY_BYTES
+            if mapping[at : at + STORAGE_KEY_BYTES] != name:
+                at = self._place(mapping[bucket : bucket + BUCKET_BYTES], bucket, at, name)
             fields = pack(name, slot, payload_sum, generation, length_bytes)
             mapping[at : at + SEALED_BYTES] = fields + seal_of(fields, seed).to_bytes(8, "little")
+
+    def _place(self, held: bytes, bucket: int, first: int, name: StorageKey) -> int:
+        """Return where to list a block in a bucket that holds this: where it is, or one is free; else first."""
+        within = offset_in(held, name)
+        if within >= 0:
+            return bucket + within
+        for at in [first - bucket, *range(0, BUCKET_BYTES, ENTRY_BYTES)]:
+            entry = held[at : at + SEALED_BYTES]
+            if entry == _NO_ENTRY or not self._is_of_this_era(entry):
+                return bucket + at
+        return first
 
     def listed(self, name: StorageKey) -> Listed | None:
         """Return where a block is listed to be: slot, generation and checksum; None: it is not."""
@@ -141,8 +152,6 @@ class ReadyListing:
         mapping = self._map
         if mapping is None:
             return 0
-        at = bucket_offset(name, name[KEY_BYTES:], self._format.mask)
-        if mapping[at : at + STORAGE_KEY_BYTES] == name:
-            return at
-        at += ENTRY_BYTES
-        return at if mapping[at : at + STORAGE_KEY_BYTES] == name else 0
+        bucket, _ = places(name, name[KEY_BYTES:], self._format.mask)
+        within = offset_in(mapping[bucket : bucket + BUCKET_BYTES], name)
+        return bucket + within if within >= 0 else 0
