@@ -93,15 +93,18 @@ class ReadyListing:
             mapping[at : at + SEALED_BYTES] = fields + seal_of(fields, seed).to_bytes(8, "little")
 
     def _place(self, held: bytes, bucket: int, first: int, name: StorageKey) -> int:
-        """Return where to list a block in a bucket that holds this: where it is, or one is free; else first."""
+        """Return where to list a block in a bucket that holds this: at its entry, a free one, or ``first``."""
         within = offset_in(held, name)
         if within >= 0:
             return bucket + within
-        for at in [first - bucket, *range(0, BUCKET_BYTES, ENTRY_BYTES)]:
-            entry = held[at : at + SEALED_BYTES]
-            if entry == _NO_ENTRY or not self._is_of_this_era(entry):
-                return bucket + at
-        return first
+        if self._is_free(held, first - bucket):
+            return first
+        free = (at for at in range(0, BUCKET_BYTES, ENTRY_BYTES) if self._is_free(held, at))
+        return bucket + next(free, first - bucket)
+
+    def _is_free(self, held: bytes, at: int) -> bool:
+        entry = held[at : at + SEALED_BYTES]
+        return entry == _NO_ENTRY or not self._is_of_this_era(entry)
 
     def listed(self, name: StorageKey) -> Listed | None:
         """Return where a block is listed to be: slot, generation and checksum; None: it is not."""
