@@ -93,7 +93,7 @@ class ReadyListing:
             mapping[at : at + SEALED_BYTES] = fields + seal_of(fields, seed).to_bytes(8, "little")
 
     def _place(self, held: bytes, bucket: int, first: int, name: StorageKey) -> int:
-        """Return where to list a block in a bucket that holds this: at its entry, a free one, or ``first``."""
+        """Return where to list a block in a bucket that holds this: its entry, a free one, or ``first``."""
         within = offset_in(held, name)
         if within >= 0:
             return bucket + within
