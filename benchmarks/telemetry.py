@@ -8,9 +8,10 @@ full  128 MiB of new blocks are put into a full store, where they evict old ones
 
 It is measured in two ways. ``share`` adds up what telling takes, timed where it is done: noting changes,
 telling them in the event loop's thread, and all of ZeroMQ's own threads. Printed is the CPU time of that by
-the CPU time that server and client have used (``cpu``), and the time that it keeps the event loop by the wall
-time of all calls (``wall``): they wait for no more than that, as part of it falls into their copies. It leaves
-out what telling does to others, such as what it takes of the core's caches, and that a subscriber needs a core.
+the CPU time that server and client have used (``cpu``), and the time that it keeps the event loop by the
+wall time of all calls (``wall``): they wait for no more than that, as part of it falls into their copies. It
+leaves out what telling does to others, such as what it takes of the core's caches, and that a subscriber
+needs a core.
 
 ``ratio`` leaves out nothing and is less sharp: in ``telling`` slices events are published to a process that
 reads them, and kept for replays; in ``control`` slices they are not, nor in the silent ones before and behind

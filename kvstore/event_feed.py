@@ -56,7 +56,7 @@ class EventFeed:
         self._listeners: list[Listener] = []
         self._changes = CopyChanges()
         self._due: asyncio.Handle | None = None  # of what tells next
-        self._slices: Iterator[None] | None = None  # of a telling that has begun
+        self._slices: Iterator[bool] | None = None  # of a telling that has begun
         self._told_s = 0.0
         self._turns = asyncio.Lock()
 
@@ -95,33 +95,32 @@ class EventFeed:
         loop = asyncio.get_running_loop()
         self._slices = self._slices or self._tell_slices()
         try:
-            next(self._slices)
-        except StopIteration:
-            pass
+            is_more = next(self._slices, False)
         except Exception:
             logger.exception("telling of changed blocks failed")
-        else:
+            is_more = False
+        if is_more:
             self._due = loop.call_soon(self._tell)
             return
         self._slices, self._due, self._told_s = None, None, loop.time()
         if len(self._changes) or self._changes.opened:
             self._tell_soon()
 
-    def _tell_slices(self) -> Iterator[None]:
-        """Tell what there is to tell now, stopping between slices."""
+    def _tell_slices(self) -> Iterator[bool]:
+        """Tell what there is to tell now; yields True after each slice that is not the last."""
         changes = self._changes
         while len(changes):
             events, lost = self._events(changes.take(_SLICE_BLOCKS)), changes.take_lost()
             if events or lost:
                 self._hand_out(events, lost)
             if len(changes) or changes.opened:
-                yield
+                yield True
         while changes.opened:
             # Blocks of an earlier run, whose namespace was not known when they were found.
             copies = self._manager.ready_copies(changes.opened.popleft())
             while events := self._events(list(islice(copies, _SLICE_BLOCKS))):
                 self._hand_out(events, {})
-                yield
+                yield True
 
     def _events(self, changes: Sequence[ChangedRun]) -> list[KvEvent]:
         return events_of(changes, media=self._manager.media(), block_tokens=self._block_tokens)
