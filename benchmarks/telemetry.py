@@ -16,7 +16,7 @@ needs a core.
 ``ratio`` leaves out nothing and is less sharp: in ``telling`` slices events are published to a process that
 reads them, and kept for replays; in ``control`` slices they are not, nor in the silent ones before and behind
 each of those. It is one store, since two equal ones may differ by 4 %: they lie elsewhere in memory. Printed
-are medians of the ratio of a slice to the mean of its two silent neighbours: of the wall time of all puts and
+are medians of the ratios of slices to each of their two silent neighbours: of the wall time of all puts and
 of all fetches, and of the CPU time of server and client together over all that the slice does, the rest of
 telling included. The ratio of ``control`` is what the machine can tell apart.
 
@@ -250,8 +250,8 @@ def rig(shape: Shape, *, is_timed: bool, slice_s: float) -> Iterator[tuple[Rig, 
             running.close()
 
 
-Ratios = dict[tuple[str, str], list[float]]
-"""By what is told (put, fetch_into, cpu, wall) and of which (telling, control, share)."""
+Ratios = dict[tuple[str, str], list[tuple[float, ...]]]
+"""Of each slice, by what is told (put, fetch_into, cpu, wall) and of which (telling, control, share)."""
 
 
 @dataclass(slots=True)
@@ -273,16 +273,16 @@ def measure(shape: Shape, *, seconds: float, seed: int) -> Measured:
             for side in draw.sample(tuple(turns), 2):
                 taken, behind = turns[side](passes), store.silent(passes)
                 for what in WHATS:
-                    neighbours = (getattr(before, what) + getattr(behind, what)) / 2
-                    measured.ratios[what, side].append(getattr(taken, what) / neighbours)
+                    own_s, beside = getattr(taken, what), (getattr(before, what), getattr(behind, what))
+                    measured.ratios[what, side].append(tuple(own_s / silent_s for silent_s in beside))
                 before = behind
         measured.scrape_cpu_s = store.scrape_cpu_s()
     with rig(shape, is_timed=True, slice_s=_LONG_SLICE_S) as (store, passes):
         until_s = time.monotonic() + _TIMED_SHARE * seconds
         while time.monotonic() < until_s:
             taken = store.telling(passes)
-            measured.ratios["wall", "share"].append(taken.telling / taken.calls)
-            measured.ratios["cpu", "share"].append(taken.telling_cpu / taken.cpu)
+            measured.ratios["wall", "share"].append((taken.telling / taken.calls,))
+            measured.ratios["cpu", "share"].append((taken.telling_cpu / taken.cpu,))
     return measured
 
 
@@ -310,11 +310,11 @@ class Row:
         return f"{text}, {self.slices} slices"
 
 
-def middle(ratios: list[float]) -> tuple[float, tuple[float, float]]:
-    """Return the median, and its interval of 95 %."""
+def middle(ratios: list[tuple[float, ...]]) -> tuple[float, tuple[float, float]]:
+    """Return the median, and its interval of 95 %: slices are drawn, with all ratios of each."""
     values = np.array(ratios)
     picks = np.random.default_rng(2).integers(0, len(values), (_RESAMPLES, len(values)))
-    low, high = np.percentile(np.median(values[picks], axis=-1), (2.5, 97.5))
+    low, high = np.percentile(np.median(values[picks], axis=(1, 2)), (2.5, 97.5))
     return round(float(np.median(values)), 5), (round(float(low), 5), round(float(high), 5))
 
 
