@@ -125,9 +125,9 @@ def _time_noting(told: Told) -> None:
 
 
 if __name__ == "__main__":
-    kvstore.running.EventFeed = _SwitchedFeed  # type: ignore[misc]
+    kvstore.running.EventFeed = _SwitchedFeed  # type: ignore[attr-defined]
     if _TIMED in sys.argv:
         sys.argv.remove(_TIMED)
-        kvstore.running.EventFeed = _TimedFeed  # type: ignore[misc]
+        kvstore.running.EventFeed = _TimedFeed  # type: ignore[attr-defined]
         _time_noting(_SwitchedFeed.told)
     sys.exit(main())
