@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 _GATHER_S = 0.02
 _PACE_S = 0.1
 """What comes after a pause is told so much later, with what has followed it; while changes go on coming they
-are told in such a distance. Telling 5 or 500 takes 200 to 300 us, as none of what it needs is in the core's
-caches any more (measured: benchmarks/telemetry.py, 2 cores)."""
+are told in such a distance. Telling some hundred takes 0.3 to 0.5 ms, much of it however few they are, as
+nothing that it needs is in the core's caches by then (the store of benchmarks/telemetry.py, 2 cores)."""
 
 _SLICE_BLOCKS = 512
 """Changes told at a time: about half a millisecond of the loop."""
