@@ -1,19 +1,27 @@
-"""What metrics and events cost: stores that tell nothing, and one that is scraped and publishes.
+"""What events and metrics cost: a store that publishes its events by turns, and is scraped in the end.
 
-Three stores take turns: ``silent`` and ``control`` tell nothing, ``telling`` publishes its events to a
-process that reads them, and is scraped. There are two cases:
+The work of a slice is the same for each:
 
-full  a tenth of a second of put of new blocks, which evict old ones; then the last of them are fetched
-room  as data_plane.py does: up to 128 MiB of new blocks are put into a store with room, and fetched; then
-      they are dropped, which is timed apart
+room  as data_plane.py does: 128 MiB of new blocks are put into a store with room, and fetched; then they are
+      dropped, so that a change is told for each block that comes and for each that goes
+full  128 MiB of new blocks are put into a full store, where they evict old ones, and the last are fetched
 
-Between its turns a store is stopped (SIGSTOP), so that what it does by the clock counts as if it worked all
-the time. The order within each round is drawn. Printed are medians over all rounds, and ratios to ``silent``
-with intervals of 95 % (bootstrap over rounds): of the wall time of each call, and of the CPU time of server
-and client together, over all that a round does. The ratio of ``control`` is what the machine can tell apart.
+It is measured in two ways. ``share`` adds up what telling takes, timed where it is done: noting changes,
+telling them in the event loop's thread, and all of ZeroMQ's own threads. Printed is the CPU time of that by
+the CPU time that server and client have used (``cpu``), and the time that it keeps the event loop by the
+wall time of all calls (``wall``): they wait for no more than that, as part of it falls into their copies. It
+leaves out what telling does to others, such as what it takes of the core's caches, and that a subscriber
+needs a core.
 
-The scrapes come every 45 seconds, for once per 15 seconds of work, as the chart has Prometheus do. What one
-costs the server is measured apart, in the end.
+``ratio`` leaves out nothing and is less sharp: in ``telling`` slices events are published to a process that
+reads them, and kept for replays; in ``control`` slices they are not, nor in the silent ones before and behind
+each of those. It is one store, since two equal ones may differ by 4 %: they lie elsewhere in memory. Printed
+are medians of the ratios of slices to each of their two silent neighbours: of the wall time of all puts and
+of all fetches, and of the CPU time of server and client together over all that the slice does, the rest of
+telling included. The ratio of ``control`` is what the machine can tell apart.
+
+All have intervals of 95 % (bootstrap over slices). What a scrape costs is measured apart, and told as a share
+of the 15 seconds from one to the next.
 """
 
 import argparse
@@ -28,7 +36,7 @@ import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -37,43 +45,49 @@ import zmq
 from kvstore import KVLayout, KVStore, Namespace, PrefixChain
 from kvstore.client_state import Timeouts
 from kvstore.drill.redis_server import free_port
-from kvstore.drill.store_process import StoreProcess, StoreSettings, guarded
+from kvstore.drill.store_process import StoreSettings, guarded
+from measure.switched_store import SwitchedStore, Told
 
 MIB = 1 << 20
 PATIENT = Timeouts(match_s=30, fetch_s=30, put_s=30, control_s=30)
-SIDES = ("silent", "control", "telling")
-CASES = ("full", "room")
-_SCRAPE_S = 45.0
+CASES = ("room", "full")
+WHATS = ("put", "fetch_into", "cpu")
+SHARES = ("wall", "cpu")
 _SCRAPES = 20
-_WARM_ROUNDS = 6
-_TURN_S = 0.1
-_STEP_BYTES = 64 * MIB
-_DRAM_BYTES = {"full": 256 * MIB, "room": 512 * MIB}
-_ROOM_BYTES = 128 * MIB
-"""What a turn puts at most where nothing is to leave for it: what a round of data_plane.py puts."""
+_SCRAPE_EVERY_S = 15.0
+_SLICE_S = 0.3
+_LONG_SLICE_S = 1.0
+_TIMED_SHARE = 0.25
+"""Of the time of a shape, what its shares are measured in."""
+
+_DRAM_BYTES = {"room": 384 * MIB, "full": 256 * MIB}
+_PASS_BYTES = 128 * MIB
+"""What is put at a time: what a round of data_plane.py puts."""
+
+_FETCHED_BYTES = 64 * MIB
+"""Of those, what is fetched again from a full store."""
 
 _RESAMPLES = 2000
 
 
-def cpu_s(pid: int) -> float:
-    """Return the CPU seconds that all threads of a process have used; schedstat counts nanoseconds."""
+def cpu_s(pid: int, *, named: str = "") -> float:
+    """Return the CPU seconds that threads of a process have used, of all or of those so named."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((task / "schedstat").read_text(encoding="ascii").split()[0]) for task in tasks) / 1e9
+    used_ns = [
+        int((task / "schedstat").read_text(encoding="ascii").split()[0])
+        for task in tasks
+        if not named or (task / "comm").read_text(encoding="utf-8").startswith(named)
+    ]
+    return sum(used_ns) / 1e9
 
 
-def keep_reading(endpoint: str, metrics_url: str) -> None:
-    """Read every event, and now and then the metrics, until the process is ended."""
+def keep_reading(endpoint: str) -> None:
+    """Read every event, until the process is ended."""
     sock = zmq.Context().socket(zmq.SUB)
     sock.connect(endpoint)
     sock.setsockopt(zmq.SUBSCRIBE, b"")
-    next_s = 0.0
     while True:
-        if sock.poll(100):
-            sock.recv_multipart()
-        if time.monotonic() >= next_s:
-            next_s = time.monotonic() + _SCRAPE_S
-            with urllib.request.urlopen(metrics_url, timeout=30) as answer:
-                answer.read()
+        sock.recv_multipart()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,238 +103,262 @@ class Shape:
         """Payload of a call."""
         return self.block_bytes * self.batch
 
+    @property
+    def calls(self) -> int:
+        """Puts of a pass."""
+        return max(1, _PASS_BYTES // self.call_bytes)
 
-class Side:
-    """One store and a client of it."""
 
-    def __init__(self, folder: Path, space: Namespace, *, dram_bytes: int, is_telling: bool) -> None:
-        folder.mkdir()
+@dataclass(slots=True)
+class Slice:
+    """Seconds that a slice took: each kind of call, all CPU time, and telling, if it is timed."""
+
+    put: float = 0.0
+    fetch_into: float = 0.0
+    drop: float = 0.0
+    cpu: float = 0.0
+    telling: float = 0.0
+    telling_cpu: float = 0.0
+
+    @property
+    def calls(self) -> float:
+        """Wall time of all calls."""
+        return self.put + self.fetch_into + self.drop
+
+
+class Rig:
+    """The store, a client of it, and the process that reads its events."""
+
+    def __init__(self, folder: Path, shape: Shape, *, is_timed: bool) -> None:
         port, endpoint = free_port(), f"tcp://127.0.0.1:{free_port()}"
+        self._shape = shape
+        self._space = Namespace("telemetry", KVLayout.opaque(block_bytes=shape.block_bytes, block_tokens=16))
+        self._payload = np.random.default_rng(1).integers(0, 256, shape.call_bytes, np.uint8)
+        self._into = np.empty_like(self._payload)
+        self._num_chains = 0
         self._metrics_url = f"http://127.0.0.1:{port}/metrics"
-        settings = StoreSettings(dram_bytes=dram_bytes, policy="lru", http_port=port if is_telling else 0)
-        self._store = StoreProcess(folder, settings)
-        self._store.start(more=("--events", endpoint) if is_telling else ())
+        settings = StoreSettings(dram_bytes=_DRAM_BYTES[shape.case], policy="lru", http_port=port)
+        self._store = SwitchedStore(folder, settings, is_timed=is_timed)
+        self._store.start(more=("--events", endpoint, "--events-replay", f"tcp://127.0.0.1:{free_port()}"))
         self._client = KVStore.connect(self._store.socket_path, timeouts=PATIENT)
-        self._client.open_namespace(space)
-        self._reader: subprocess.Popen[bytes] | None = None
-        if is_telling:
-            words = [sys.executable, __file__, "--read", endpoint, self._metrics_url]
-            self._reader = subprocess.Popen(guarded(words))
-
-        self._store.pause()
-
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """Let the server run inside the block."""
-        self._store.resume()
-        try:
-            yield
-        finally:
-            self._store.pause()
+        self._client.open_namespace(self._space)
+        self._reader = subprocess.Popen(guarded([sys.executable, __file__, "--read", endpoint]))
 
     def close(self) -> None:
         """End it."""
-        if self._reader is not None:
-            self._reader.kill()
-            self._reader.wait()
+        self._reader.kill()
+        self._reader.wait()
         self._client.close()
         self._store.kill()
 
-    def server_cpu_s(self) -> float:
-        """Return the CPU seconds of the server."""
-        return cpu_s(self._store.process.pid)
+    def silent(self, passes: int) -> Slice:
+        """Do the work of a slice and tell nothing; returns the seconds it took."""
+        chains = self._new_chains(passes)
+        before_s, taken = self._cpu_s(), Slice()
+        self._work(chains, taken)
+        taken.cpu = self._cpu_s() - before_s
+        return taken
+
+    def telling(self, passes: int) -> Slice:
+        """Do the work of a slice and tell all that changes; returns the seconds it took."""
+        chains = self._new_chains(passes)
+        before, threads_before_s = self._store.begin_to_tell(), self._zmq_cpu_s()
+        before_s, taken = self._cpu_s(), Slice()
+        self._work(chains, taken)
+        after = self._store.end_to_tell()
+        taken.cpu = self._cpu_s() - before_s
+        self._check(before, after, num_put=sum(len(chain) for put in chains for chain in put))
+        noting_s = after.noting_s - before.noting_s
+        taken.telling = noting_s + after.telling_s - before.telling_s
+        taken.telling_cpu = noting_s + after.telling_cpu_s - before.telling_cpu_s
+        taken.telling_cpu += self._zmq_cpu_s() - threads_before_s
+        return taken
 
     def scrape_cpu_s(self) -> float:
         """Return the CPU seconds of the server for one scrape."""
-        before_s = self.server_cpu_s()
+        before_s = cpu_s(self._store.process.pid)
         for _ in range(_SCRAPES):
             with urllib.request.urlopen(self._metrics_url, timeout=30) as answer:
                 answer.read()
-        return (self.server_cpu_s() - before_s) / _SCRAPES
+        return (cpu_s(self._store.process.pid) - before_s) / _SCRAPES
 
-    def put(self, chains: list[PrefixChain], payload: np.ndarray) -> None:
-        """Store new blocks."""
+    def _check(self, before: Told, after: Told, *, num_put: int) -> None:
+        told = after.blocks - before.blocks
+        assert after.lost_blocks == 0, f"{after.lost_blocks} changes were lost"
+        assert told == 2 * num_put or self._shape.case == "full", (
+            f"{num_put} blocks came and went, {told} told"
+        )
+        assert told > num_put, f"{num_put} blocks came into a full store, {told} changes told"
+
+    def _cpu_s(self) -> float:
+        return cpu_s(self._store.process.pid) + time.process_time()
+
+    def _zmq_cpu_s(self) -> float:
+        return cpu_s(self._store.process.pid, named="ZMQbg")
+
+    def _new_chains(self, passes: int) -> list[list[PrefixChain]]:
+        return [self._new_pass() for _ in range(passes)]
+
+    def _new_pass(self) -> list[PrefixChain]:
+        start, num_tokens = self._num_chains, 16 * self._shape.batch
+        self._num_chains += self._shape.calls
+        return [self._space.chain([number] * num_tokens) for number in range(start, self._num_chains)]
+
+    def _work(self, chains: list[list[PrefixChain]], taken: Slice) -> None:
+        for put in chains:
+            began_s = time.perf_counter()
+            self._put(put)
+            put_s = time.perf_counter()
+            if self._shape.case == "room":
+                self._fetch(put)
+            else:
+                self._fetch(put[-max(1, _FETCHED_BYTES // self._shape.call_bytes) :])
+            fetched_s = time.perf_counter()
+            if self._shape.case == "room":
+                self._drop(put)
+            taken.put += put_s - began_s
+            taken.fetch_into += fetched_s - put_s
+            taken.drop += time.perf_counter() - fetched_s
+
+    def _put(self, chains: list[PrefixChain]) -> None:
         for chain in chains:
-            stored = self._client.put(chain, payload).stored
+            stored = self._client.put(chain, self._payload).stored
             assert stored == len(chain), f"{stored} of {len(chain)} stored"
 
-    def fetch(self, chains: list[PrefixChain], into: np.ndarray) -> None:
-        """Fetch them again."""
+    def _fetch(self, chains: list[PrefixChain]) -> None:
         for chain in chains:
-            blocks = self._client.fetch_into(chain, into).blocks
+            blocks = self._client.fetch_into(chain, self._into).blocks
             assert blocks == len(chain), f"{blocks} of {len(chain)} there"
 
-    def drop(self, chains: list[PrefixChain]) -> None:
-        """Have them forgotten."""
+    def _drop(self, chains: list[PrefixChain]) -> None:
         for chain in chains:
             dropped = self._client.drop(chain)
             assert dropped == len(chain), f"{dropped} of {len(chain)} dropped"
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """The work of a turn: chains to put, how many of the last are fetched, and how often."""
-
-    put_chains: int
-    fetch_chains: int
-    fetches: int
-
-    def lasting(self, put_s: float, fetch_s: float, *, max_chains: int | None) -> "Turn":
-        """Return a turn of the length wanted, by the seconds that this one takes."""
-        put_chains = self.put_chains * max(1, round(_TURN_S / put_s))
-        if max_chains is not None:
-            put_chains = max(self.fetch_chains, min(put_chains, max_chains))
-        return Turn(put_chains, self.fetch_chains, max(1, round(_TURN_S / fetch_s)))
-
-
-Samples = dict[tuple[str, str], list[float]]
-"""Seconds of each round, by what (put, fetch_into, drop, cpu) and side."""
-
-
-def measure(shape: Shape, *, seconds: float, seed: int) -> Samples:
-    """Measure one shape for so long."""
-    space = Namespace("telemetry", KVLayout.opaque(block_bytes=shape.block_bytes, block_tokens=16))
-    payload = np.random.default_rng(1).integers(0, 256, shape.call_bytes, np.uint8)
-    into = np.empty_like(payload)
-    step = max(1, _STEP_BYTES // shape.call_bytes)
-    max_chains = _ROOM_BYTES // shape.call_bytes if shape.case == "room" else None
-    turn = Turn(step, step, 1)
-    draw, samples = random.Random(seed), defaultdict[tuple[str, str], list[float]](list)
+@contextlib.contextmanager
+def rig(shape: Shape, *, is_timed: bool, slice_s: float) -> Iterator[tuple[Rig, int]]:
+    """Start a store that is warm; yields it, and how many passes a slice of that length has."""
     with tempfile.TemporaryDirectory() as name:
-        sides = {
-            side: Side(
-                Path(name) / side,
-                space,
-                dram_bytes=_DRAM_BYTES[shape.case],
-                is_telling=side == "telling",
-            )
-            for side in SIDES
-        }
+        running = Rig(Path(name), shape, is_timed=is_timed)
         try:
-            number = num_chains = 0
-            until_s = time.monotonic() + seconds
-            while time.monotonic() < until_s or number < _WARM_ROUNDS + 4:
-                chains = [space.chain([num_chains + at] * 16 * shape.batch) for at in range(turn.put_chains)]
-                num_chains += len(chains)
-                taken = _round(sides, _works(shape, turn, chains, payload, into), draw)
-                number += 1
-                if number == _WARM_ROUNDS:
-                    turn = turn.lasting(
-                        taken["put", "silent"], taken["fetch_into", "silent"], max_chains=max_chains
-                    )
-                if number > _WARM_ROUNDS + 1:
-                    for what, value in taken.items():
-                        samples[what].append(value)
-            with sides["telling"].turn():
-                samples["scrape", "telling"].append(sides["telling"].scrape_cpu_s())
+            running.silent(2)
+            for _ in range(2):
+                warm = running.telling(2)
+            yield running, max(1, round(2 * slice_s / warm.calls))
         finally:
-            for side in sides.values():
-                side.close()
-    return samples
+            running.close()
 
 
-Work = tuple[str, Callable[[Side], None]]
-"""What a round does with each side, and what that is called."""
+Ratios = dict[tuple[str, str], list[tuple[float, ...]]]
+"""Of each slice, by what is told (put, fetch_into, cpu, wall) and of which (telling, control, share)."""
 
 
-def _works(
-    shape: Shape, turn: Turn, chains: list[PrefixChain], payload: np.ndarray, into: np.ndarray
-) -> list[Work]:
-    fetched = chains[-turn.fetch_chains :] * turn.fetches
-    works: list[Work] = [
-        ("put", lambda side: side.put(chains, payload)),
-        ("fetch_into", lambda side: side.fetch(fetched, into)),
-    ]
-    if shape.case == "room":
-        works.append(("drop", lambda side: side.drop(chains)))
-    return works
+@dataclass(slots=True)
+class Measured:
+    """What came of one shape, slice by slice."""
+
+    ratios: Ratios = field(default_factory=lambda: defaultdict(list))
+    scrape_cpu_s: float = 0.0
 
 
-def _round(sides: dict[str, Side], works: list[Work], draw: random.Random) -> dict[tuple[str, str], float]:
-    taken: dict[tuple[str, str], float] = {}
-    before = {name: side.server_cpu_s() for name, side in sides.items()}
-    spent = dict.fromkeys(sides, 0.0)
-    for what, work in works:
-        for name in draw.sample(SIDES, len(SIDES)):
-            with sides[name].turn():
-                cpu_began_s, began_s = time.thread_time(), time.perf_counter()
-                work(sides[name])
-                taken[what, name] = time.perf_counter() - began_s
-                spent[name] += time.thread_time() - cpu_began_s
-    for name, side in sides.items():
-        taken["cpu", name] = spent[name] + side.server_cpu_s() - before[name]
-    return taken
+def measure(shape: Shape, *, seconds: float, seed: int) -> Measured:
+    """Measure one shape for so long."""
+    measured, draw = Measured(), random.Random(seed)
+    with rig(shape, is_timed=False, slice_s=_SLICE_S) as (store, passes):
+        until_s = time.monotonic() + (1 - _TIMED_SHARE) * seconds
+        turns: dict[str, Callable[[int], Slice]] = {"telling": store.telling, "control": store.silent}
+        before = store.silent(passes)
+        while time.monotonic() < until_s:
+            for side in draw.sample(tuple(turns), 2):
+                taken, behind = turns[side](passes), store.silent(passes)
+                for what in WHATS:
+                    own_s, beside = getattr(taken, what), (getattr(before, what), getattr(behind, what))
+                    measured.ratios[what, side].append(tuple(own_s / silent_s for silent_s in beside))
+                before = behind
+        measured.scrape_cpu_s = store.scrape_cpu_s()
+    with rig(shape, is_timed=True, slice_s=_LONG_SLICE_S) as (store, passes):
+        until_s = time.monotonic() + _TIMED_SHARE * seconds
+        while time.monotonic() < until_s:
+            taken = store.telling(passes)
+            measured.ratios["wall", "share"].append((taken.telling / taken.calls,))
+            measured.ratios["cpu", "share"].append((taken.telling_cpu / taken.cpu,))
+    return measured
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What came of one shape: medians by side, and ratios to ``silent`` with their intervals."""
+    """One figure of one shape: its median over slices, the interval of that, and the control's."""
 
     case: str
-    what: str
     block_bytes: int
     batch: int
-    rounds: int
-    median_ms: dict[str, float]
-    ratio: dict[str, float]
-    interval: dict[str, tuple[float, float]]
+    kind: str
+    what: str
+    slices: int
+    median: float
+    interval: tuple[float, float]
+    control: float | None = None
+    control_interval: tuple[float, float] | None = None
 
     def __str__(self) -> str:
-        ratios = [
-            f"{side} {self.ratio[side]:.3f} ({low:.3f} to {high:.3f})"
-            for side, (low, high) in self.interval.items()
-        ]
-        return (
-            f"{self.case} {self.what:11}{self.block_bytes:>8} B x{self.batch:<3}"
-            f" silent {self.median_ms['silent']:.2f} ms, {self.rounds} rounds; ratios: {', '.join(ratios)}"
+        shape = f"{self.case} {self.block_bytes:>8} B x{self.batch:<3} {self.kind} {self.what:11}"
+        figure = "{:.2%} ({:.2%} to {:.2%})" if self.kind == "share" else "{:.4f} ({:.4f} to {:.4f})"
+        text = f"{shape}{figure.format(self.median, *self.interval)}"
+        if self.control is not None and self.control_interval is not None:
+            text += f", control {figure.format(self.control, *self.control_interval)}"
+        return f"{text}, {self.slices} slices"
+
+
+def middle(ratios: list[tuple[float, ...]]) -> tuple[float, tuple[float, float]]:
+    """Return the median, and its interval of 95 %: slices are drawn, with all ratios of each."""
+    values = np.array(ratios)
+    picks = np.random.default_rng(2).integers(0, len(values), (_RESAMPLES, len(values)))
+    low, high = np.percentile(np.median(values[picks], axis=(1, 2)), (2.5, 97.5))
+    return round(float(np.median(values)), 5), (round(float(low), 5), round(float(high), 5))
+
+
+def rows(shape: Shape, ratios: Ratios) -> list[Row]:
+    """Return the figures of one shape."""
+    about = (shape.case, shape.block_bytes, shape.batch)
+    told = [
+        Row(*about, "share", what, len(ratios[what, "share"]), *middle(ratios[what, "share"]))
+        for what in SHARES
+    ]
+    for what in WHATS:
+        telling = ratios[what, "telling"]
+        told.append(
+            Row(*about, "ratio", what, len(telling), *middle(telling), *middle(ratios[what, "control"]))
         )
-
-
-def row(what: str, shape: Shape, samples: Samples) -> Row:
-    """Compare the sides: medians of wall time, sums of CPU time."""
-    values = {side: np.array(samples[what, side]) for side in SIDES}
-    rounds = len(values["silent"])
-    picks = np.random.default_rng(2).integers(0, rounds, (_RESAMPLES, rounds))
-
-    def middle(of: np.ndarray) -> np.ndarray:
-        return np.asarray(of.sum(axis=-1) if what == "cpu" else np.median(of, axis=-1))
-
-    ratio, interval = {}, {}
-    for side in SIDES[1:]:
-        ratio[side] = round(float(middle(values[side]) / middle(values["silent"])), 4)
-        drawn = middle(values[side][picks]) / middle(values["silent"][picks])
-        low, high = np.percentile(drawn, (2.5, 97.5))
-        interval[side] = (round(float(low), 4), round(float(high), 4))
-    median_ms = {side: round(float(np.median(values[side])) * 1000, 3) for side in SIDES}
-    return Row(shape.case, what, shape.block_bytes, shape.batch, rounds, median_ms, ratio, interval)
+    return told
 
 
 def main() -> None:
     """Print a table, or with ``--json`` one object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--block-bytes", type=int, nargs="+", default=[64 << 10, 512 << 10, 2 * MIB])
-    parser.add_argument("--batch", type=int, nargs="+", default=[16], help="blocks of a call")
+    parser.add_argument("--block-bytes", type=int, nargs="+", default=[512 << 10, 2 * MIB])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 64], help="blocks of a call")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
-    parser.add_argument("--seconds", type=float, default=50.0, help="time for each size, batch and case")
-    parser.add_argument("--seed", type=int, default=1, help="of the order of turns")
-    parser.add_argument("--read", nargs=2, metavar=("ENDPOINT", "URL"), help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=100.0, help="time for each size, batch and case")
+    parser.add_argument("--seed", type=int, default=1, help="of the order of slices")
+    parser.add_argument("--read", metavar="ENDPOINT", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.read:
-        keep_reading(*args.read)
-    rows: list[Row] = []
+        keep_reading(args.read)
+    told: list[Row] = []
     scrapes_s: list[float] = []
     for shape in itertools.starmap(Shape, itertools.product(args.cases, args.block_bytes, args.batch)):
-        samples = measure(shape, seconds=args.seconds, seed=args.seed)
-        scrapes_s += samples["scrape", "telling"]
-        measured = [what for what in ("put", "fetch_into", "drop", "cpu") if (what, "silent") in samples]
-        rows += [row(what, shape, samples) for what in measured]
+        measured = measure(shape, seconds=args.seconds, seed=args.seed)
+        scrapes_s.append(measured.scrape_cpu_s)
+        told += rows(shape, measured.ratios)
     if args.json:
-        print(json.dumps({"results": [asdict(one) for one in rows], "scrapes_s": scrapes_s}))
+        print(json.dumps({"results": [asdict(row) for row in told], "scrapes_s": scrapes_s}))
         return
-    for one in rows:
-        print(one)
-    print(f"one scrape: {1000 * max(scrapes_s):.1f} ms of the server's CPU time")
+    for row in told:
+        print(row)
+    scrape_s = max(scrapes_s)
+    print(f"one scrape: {1000 * scrape_s:.1f} ms of CPU time, {scrape_s / _SCRAPE_EVERY_S:.2%} of a core")
 
 
 if __name__ == "__main__":

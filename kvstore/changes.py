@@ -1,7 +1,7 @@
 """CopyChanges: which copies became READY and which are gone, for those who tell others of it."""
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from kvstore.keys import BlockKey, NamespaceDigest
@@ -43,11 +43,13 @@ class CopyChanges:
 
     It keeps keys and no blocks, so that what is gone need not live until it was told of. The blocks of a put
     are noted as one run, which takes as long as noting one block; those that leave one by one are joined.
+    ``on_first`` is called when something is about to wait where nothing did. It must not take any.
     ``opened`` are namespaces that were opened lately, whose blocks nobody was told of.
     """
 
-    def __init__(self, limit: int = MAX_CHANGES) -> None:
+    def __init__(self, limit: int = MAX_CHANGES, *, on_first: Callable[[], None] | None = None) -> None:
         self._limit = limit
+        self._on_first = on_first or _nothing
         self._waiting: deque[ChangedRun] = deque()
         self._num_waiting = 0
         self._num_taken = 0  # of the first run that waits
@@ -67,26 +69,37 @@ class CopyChanges:
         ``parent`` is the key before the first, None if it is the first of its sequence. The caller never
         changes ``keys``.
         """
-        room = max(0, self._limit - self._num_waiting)
-        if len(keys) > room:
-            self._lost[namespace] += len(keys) - room
-            keys = keys[:room]
-        if keys:
-            self._leaving = None
-            self._waiting.append((True, tier, namespace, keys, parent))
-            self._num_waiting += len(keys)
+        num_waiting = self._num_waiting + len(keys)
+        if num_waiting > self._limit:
+            self._lost[namespace] += num_waiting - self._limit
+            keys = keys[: self._limit - self._num_waiting]
+            num_waiting = self._limit
+        if not keys:
+            return
+        if not self._num_waiting:
+            self._on_first()
+        self._leaving = None
+        self._waiting.append((True, tier, namespace, keys, parent))
+        self._num_waiting = num_waiting
 
     def note_gone(self, tier: str, namespace: NamespaceDigest, key: BlockKey) -> None:
         """Have a block told of whose copy may not be served any more."""
         if self._num_waiting >= self._limit:
             self._lost[namespace] += 1
             return
+        if not self._num_waiting:
+            self._on_first()
         self._num_waiting += 1
         if self._leaving == (tier, namespace):
             self._left.append(key)
             return
         self._leaving, self._left = (tier, namespace), [key]
         self._waiting.append((False, tier, namespace, self._left, None))
+
+    def note_opened(self, namespace: NamespaceDigest) -> None:
+        """Have those told that are READY of a namespace that was opened."""
+        self._on_first()
+        self.opened.append(namespace)
 
     def take(self, limit: int) -> list[ChangedRun]:
         """Return the changes that have waited longest, at most so many, in their order."""
@@ -120,3 +133,7 @@ class CopyChanges:
         """Return how many changes in each namespace found no room since this was last asked."""
         lost, self._lost = self._lost, Counter()
         return lost
+
+
+def _nothing() -> None:
+    """Stand in for nobody who waits."""

@@ -207,7 +207,7 @@ class Directory:
         if digest not in self._namespaces:
             self.num_opened += 1
             if self.changes is not None:
-                self.changes.opened.append(digest)
+                self.changes.note_opened(digest)
         self._namespaces[digest] = namespace
         self._namespaces.move_to_end(digest)
         if len(self._namespaces) > MAX_NAMESPACES:
