@@ -1,5 +1,7 @@
 """RedisServer: a real Redis-protocol server on a free loopback port, in a folder of its own."""
 
+import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -14,6 +16,10 @@ from kvstore.drill.store_process import PartFailed, guarded
 _START_S = 20.0
 _END_S = 10.0
 _POLL_S = 0.01
+_FIRST_PORT, _NUM_PORTS = 16_384, 16_384
+"""Up to 32767: from the next on, Linux gives ports to whoever connects or asks for any."""
+_ports = itertools.count(os.getpid() * 10_127)
+"""Where this process is in them: each begins elsewhere, so that two at a time get different ones."""
 
 
 def find_binary() -> str:
@@ -45,10 +51,17 @@ def redis_obstacle() -> str:
 
 
 def free_port() -> int:
-    """Return a loopback port that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a loopback port that nobody listens on, and that nobody gets by chance before the caller does.
+
+    Raises:
+        PartFailed: there is none.
+    """
+    for number in itertools.islice(_ports, _NUM_PORTS):
+        port = _FIRST_PORT + number % _NUM_PORTS
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise PartFailed(f"no loopback port from {_FIRST_PORT} to {_FIRST_PORT + _NUM_PORTS - 1} is free")
 
 
 class RedisServer:

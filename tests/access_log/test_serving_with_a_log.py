@@ -1,7 +1,6 @@
 """``kvstore serve --access-log``: what clients ask a real store for can be replayed."""
 
 import json
-import socket
 import sys
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 from kvstore import KVLayout, KVStore, Namespace, Timeouts
 from kvstore.cli import main
 from kvstore.replay import read_trace
+from tests.redis_server import free_port
 from tests.store_process import StoreProcess
 
 NAMESPACE = Namespace("tiny", KVLayout.opaque(block_bytes=4096, block_tokens=4))
@@ -25,12 +25,6 @@ class LoggingStore(StoreProcess):
             f" sys.exit(main([*sys.argv[1:], '--access-log', {str(self.folder / 'access.jsonl')!r}]))"
         )
         return [sys.executable, "-P", "-c", code]
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def prompt(*first_tokens):

@@ -1,6 +1,7 @@
 """What every client promises about records, whichever way it reaches a store."""
 
 import asyncio
+import hashlib
 
 import numpy as np
 import pytest
@@ -11,16 +12,22 @@ from kvstore.records import MAX_RECORD_BYTES, MAX_TTL_S
 from tests.client.facade import Face
 
 
-async def until_gone(client: Face) -> None:
+@pytest.fixture
+def collection(request: pytest.FixtureRequest) -> str:
+    """One that no other test has: guests share a store."""
+    return hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:32]
+
+
+async def until_gone(client: Face, collection: str) -> None:
     while True:
-        if await client.get_record("c", "n") is None:
+        if await client.get_record(collection, "n") is None:
             return
         await asyncio.sleep(0.001)
 
 
-async def test_what_was_put_is_read_back_with_its_version(client: Face) -> None:
-    write = await client.put_record("sessions", "one", b"hello")
-    record = await client.get_record("sessions", "one")
+async def test_what_was_put_is_read_back_with_its_version(guest: Face, collection: str) -> None:
+    write = await guest.put_record(collection, "one", b"hello")
+    record = await guest.get_record(collection, "one")
 
     assert (write.outcome, write.is_stored, write.is_doubtful) == (RecordOutcome.STORED, True, False)
     assert (record.value, record.version, record.is_current) == (b"hello", write.version, True)
@@ -28,9 +35,9 @@ async def test_what_was_put_is_read_back_with_its_version(client: Face) -> None:
     assert 0 < record.expires_in_s <= MAX_TTL_S
 
 
-async def test_there_is_no_record_that_nobody_put(client: Face) -> None:
-    assert await client.get_record("sessions", "none") is None
-    assert (await client.look_up_record("sessions", "none")).reason is RecordAbsence.NEVER_SEEN
+async def test_there_is_no_record_that_nobody_put(guest: Face, collection: str) -> None:
+    assert await guest.get_record(collection, "none") is None
+    assert (await guest.look_up_record(collection, "none")).reason is RecordAbsence.NEVER_SEEN
 
 
 @pytest.mark.parametrize("size", [0, 1, 65_536, MAX_RECORD_BYTES])
@@ -53,91 +60,95 @@ async def test_every_put_makes_a_higher_version(guest: Face) -> None:
     assert versions == sorted(set(versions))
 
 
-async def test_a_put_of_the_present_version_goes_through_and_another_does_not(client: Face) -> None:
-    first = await client.put_record("c", "n", b"1", if_version=0)
-    second = await client.put_record("c", "n", b"2", if_version=first.version)
+async def test_a_put_of_the_present_version_goes_through_and_another_does_not(
+    guest: Face, collection: str
+) -> None:
+    first = await guest.put_record(collection, "n", b"1", if_version=0)
+    second = await guest.put_record(collection, "n", b"2", if_version=first.version)
 
-    late = await client.put_record("c", "n", b"3", if_version=first.version)
-    again = await client.put_record("c", "n", b"4", if_version=0)
+    late = await guest.put_record(collection, "n", b"3", if_version=first.version)
+    again = await guest.put_record(collection, "n", b"4", if_version=0)
 
     assert second.is_stored
     assert (late.outcome, late.version) == (RecordOutcome.CONFLICT, second.version)
     assert (again.outcome, again.version) == (RecordOutcome.CONFLICT, second.version)
-    assert (await client.get_record("c", "n")).value == b"2"
+    assert (await guest.get_record(collection, "n")).value == b"2"
 
 
-async def test_a_version_of_a_record_that_is_gone_is_a_conflict_with_none(client: Face) -> None:
-    first = await client.put_record("c", "n", b"1")
-    await client.drop_record("c", "n")
+async def test_a_version_of_a_record_that_is_gone_is_a_conflict_with_none(
+    guest: Face, collection: str
+) -> None:
+    first = await guest.put_record(collection, "n", b"1")
+    await guest.drop_record(collection, "n")
 
-    late = await client.put_record("c", "n", b"2", if_version=first.version)
+    late = await guest.put_record(collection, "n", b"2", if_version=first.version)
 
     assert (late.outcome, late.version) == (RecordOutcome.CONFLICT, 0)
-    assert (await client.put_record("c", "n", b"3", if_version=0)).is_stored
+    assert (await guest.put_record(collection, "n", b"3", if_version=0)).is_stored
 
 
-async def test_of_puts_at_the_same_time_one_goes_through(client: Face) -> None:
-    first = await client.put_record("c", "n", b"0")
-    puts = [client.put_record("c", "n", b"%d" % at, if_version=first.version) for at in range(8)]
+async def test_of_puts_at_the_same_time_one_goes_through(guest: Face, collection: str) -> None:
+    first = await guest.put_record(collection, "n", b"0")
+    puts = [guest.put_record(collection, "n", b"%d" % at, if_version=first.version) for at in range(8)]
 
     outcomes = [write.outcome for write in await asyncio.gather(*puts)]
 
     assert sorted(outcome.value for outcome in outcomes) == ["conflict"] * 7 + ["stored"]
 
 
-async def test_a_dropped_record_is_gone_for_a_reason(client: Face) -> None:
-    await client.put_record("c", "n", b"1")
+async def test_a_dropped_record_is_gone_for_a_reason(guest: Face, collection: str) -> None:
+    await guest.put_record(collection, "n", b"1")
 
-    assert [await client.drop_record("c", "n") for _ in range(2)] == [True, False]
+    assert [await guest.drop_record(collection, "n") for _ in range(2)] == [True, False]
 
-    found = await client.look_up_record("c", "n")
+    found = await guest.look_up_record(collection, "n")
     assert (found.record, found.reason) == (None, RecordAbsence.DROPPED)
 
 
-async def test_a_record_whose_time_is_over_is_gone(client: Face) -> None:
-    await client.put_record("c", "n", b"1", ttl_s=0.001)
+async def test_a_record_whose_time_is_over_is_gone(guest: Face, collection: str) -> None:
+    await guest.put_record(collection, "n", b"1", ttl_s=0.001)
 
-    await until_gone(client)
+    await until_gone(guest, collection)
 
-    assert (await client.look_up_record("c", "n")).reason is RecordAbsence.EXPIRED
-    assert (await client.put_record("c", "n", b"2", if_version=0)).is_stored
+    assert (await guest.look_up_record(collection, "n")).reason is RecordAbsence.EXPIRED
+    assert (await guest.put_record(collection, "n", b"2", if_version=0)).is_stored
 
 
-async def test_records_are_listed_by_name_in_their_collection(client: Face) -> None:
+async def test_records_are_listed_by_name_in_their_collection(guest: Face, collection: str) -> None:
     for name in ("b", "a/"[:1] + "2", "a1"):
-        await client.put_record("mine", name, b"x" * len(name))
-    await client.put_record("other", "a3", b"x")
+        await guest.put_record(collection, name, b"x" * len(name))
+    await guest.put_record(collection + "x", "a3", b"x")
 
-    listed = await client.list_records("mine")
+    listed = await guest.list_records(collection)
 
     assert [(info.name, info.value_bytes, info.is_current) for info in listed] == [
         ("a1", 2, True),
         ("a2", 2, True),
         ("b", 1, True),
     ]
-    assert [info.name for info in await client.list_records("mine", prefix="a")] == ["a1", "a2"]
-    assert [info.name for info in await client.list_records("mine", after="a1", limit=1)] == ["a2"]
-    assert await client.list_records("none") == []
+    assert [info.name for info in await guest.list_records(collection, prefix="a")] == ["a1", "a2"]
+    assert [info.name for info in await guest.list_records(collection, after="a1", limit=1)] == ["a2"]
+    assert await guest.list_records(collection + "y") == []
 
 
-async def test_a_listing_says_the_version_and_the_time_left(client: Face) -> None:
-    write = await client.put_record("c", "n", b"1", ttl_s=1000)
+async def test_a_listing_says_the_version_and_the_time_left(guest: Face, collection: str) -> None:
+    write = await guest.put_record(collection, "n", b"1", ttl_s=1000)
 
-    (info,) = await client.list_records("c")
+    (info,) = await guest.list_records(collection)
 
     assert info.version == write.version
     assert 0 < info.expires_in_s <= 1000
 
 
-async def test_records_of_another_salt_are_others(client: Face) -> None:
-    await client.put_record("c", "n", b"ours")
-    await client.put_record("c", "n", b"theirs", tenant_salt=b"salt of theirs")
+async def test_records_of_another_salt_are_others(guest: Face, collection: str) -> None:
+    await guest.put_record(collection, "n", b"ours")
+    await guest.put_record(collection, "n", b"theirs", tenant_salt=b"salt of theirs")
 
-    assert (await client.get_record("c", "n")).value == b"ours"
-    assert (await client.get_record("c", "n", tenant_salt=b"salt of theirs")).value == b"theirs"
-    assert await client.get_record("c", "n", tenant_salt=b"another") is None
-    assert [info.name for info in await client.list_records("c", tenant_salt=b"another")] == []
-    assert await client.drop_record("c", "n", tenant_salt=b"another") is False
+    assert (await guest.get_record(collection, "n")).value == b"ours"
+    assert (await guest.get_record(collection, "n", tenant_salt=b"salt of theirs")).value == b"theirs"
+    assert await guest.get_record(collection, "n", tenant_salt=b"another") is None
+    assert [info.name for info in await guest.list_records(collection, tenant_salt=b"another")] == []
+    assert await guest.drop_record(collection, "n", tenant_salt=b"another") is False
 
 
 @pytest.mark.parametrize(

@@ -173,19 +173,23 @@ def first_three_segments(runner, tokens):
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (0,), (1,), (2,), (2, 1)])
 def test_logits_are_equal_to_the_bit_whatever_is_computed_beside_them(tiny_gguf, folder, dtype, order):
     runner = Runner(runner_model(tiny_gguf, dtype), dtype=dtype, folder=folder)
-    tokens = [some_tokens(64), some_tokens(201), some_tokens(130)]
-    alone = [
-        Runner(runner_model(tiny_gguf, dtype), dtype=dtype, folder=folder).prefill(each) for each in tokens
-    ]
-    segments = first_three_segments(runner, tokens)
+    counts = [64, 201, 130]
+    segments = first_three_segments(runner, [some_tokens(count) for count in counts])
     found = runner.run(*(segments[n] for n in order))
     for logits, n in zip(found, order, strict=True):
-        assert torch.equal(logits, alone[n]), f"sequence {n} in {order}"
+        alone = logits_alone(tiny_gguf, dtype, folder, counts[n])
+        assert torch.equal(logits, alone), f"sequence {n} in {order}"
 
 
 @functools.cache
 def runner_model(path, dtype):
     return load_model(path, dtype=TORCH_DTYPES[dtype], device=CPU)
+
+
+@functools.cache
+def logits_alone(path, dtype, folder, count):
+    """Logits of a prefill in pages of its own; with the same arguments they are computed once."""
+    return Runner(runner_model(path, dtype), dtype=dtype, folder=folder).prefill(some_tokens(count))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

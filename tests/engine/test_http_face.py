@@ -223,6 +223,7 @@ async def test_bad_requests_get_openai_shaped_errors_and_the_engine_goes_on(clie
     assert status == 200
 
 
+@pytest.mark.alone
 async def test_a_body_of_megabytes_is_refused_while_others_are_served(tiny_bf16):
     async with serving(tiny_bf16, max_body_bytes=MAX_BODY_BYTES) as client:
         refused = asyncio.create_task(client.post(json.dumps(body(LONG_TEXT * 9_000)).encode()))
@@ -386,6 +387,7 @@ async def test_whatever_fails_before_an_answer_has_openais_shape(client, monkeyp
         assert answer["error"]["message"] == "the server failed; its log says why"
 
 
+@pytest.mark.alone
 async def test_a_client_that_hangs_up_ends_its_request(client):
     async with client.streaming(body(max_tokens=400, stream=True)) as response:
         assert response.status == 200
@@ -399,6 +401,7 @@ async def test_a_client_that_hangs_up_ends_its_request(client):
     assert client.engine.stats()["is_running"] is False
 
 
+@pytest.mark.alone
 async def test_a_client_that_gives_up_on_a_whole_answer_ends_its_request(client):
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):

@@ -175,6 +175,7 @@ async def test_a_store_that_hangs_on_writes_fails_no_request(tiny_bf16, cold):
         store.let_go()
 
 
+@pytest.mark.alone
 async def test_a_store_that_hangs_on_reads_costs_at_most_the_waits(tiny_bf16, cold):
     store = FaultyTier(MemoryTier(is_shared=False))
     async with opened(tiny_bf16, lower=[store]) as engine:

@@ -139,6 +139,7 @@ def test_a_conversation_too_long_by_its_bytes_is_refused_before_it_is_tokenized(
         tokenizer.encode_chat([ChatMessage("user", "x" * 4_000_000)], context_tokens=1024)
 
 
+@pytest.mark.alone
 def test_other_threads_run_while_a_long_text_is_tokenized():
     text = TEXT * 4000
     TOKENIZER.encode(TEXT)

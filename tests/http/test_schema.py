@@ -23,6 +23,7 @@ def seconds_of(call):
     return min(tries)
 
 
+@pytest.mark.alone
 def test_a_body_full_of_tokens_is_checked_about_as_fast_as_it_is_parsed():
     data = json.dumps({"namespace": NAMESPACE, "tokens": [1] * MANY}).encode()
     value = parse_json(data)

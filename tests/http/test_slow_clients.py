@@ -69,6 +69,7 @@ async def trickle(socks, until_s):
         await asyncio.sleep(0.5)
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(300)
 async def test_500_slow_clients_are_dropped_and_a_healthy_one_does_not_notice(tmp_path):
     with GuardedProcess(tmp_path, {}) as server:

@@ -78,6 +78,7 @@ def _fill(monitor: KVStore) -> None:
     monitor.put(chain, [payload(key) for key in chain.keys])
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(CHURN_S + 240)
 @pytest.mark.parametrize("is_full", [True, False])
 def test_clients_that_come_and_go_leave_nothing_behind(tmp_path: Path, is_full: bool) -> None:

@@ -64,6 +64,7 @@ def _fuzz(
     return said, _p99(took_s)
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(300 + NUM_FRAMES / 100)
 def test_spoilt_frames_neither_crash_nor_swell_nor_slow_a_server(tmp_path: Path) -> None:
     with (

@@ -34,6 +34,7 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 # A server that stops, dies, comes back, is full
 
 
+@pytest.mark.alone
 async def test_a_stopped_server_costs_one_deadline_then_nothing_and_heals(redis: RedisServer) -> None:
     async with opened(redis.url) as tier:
         await put(tier, *range(8))
@@ -63,6 +64,7 @@ async def test_a_silence_as_long_as_the_timeout_opens_the_breaker_at_once(redis:
         redis.resume()
 
 
+@pytest.mark.alone
 async def test_calls_end_by_their_deadline_also_when_all_threads_are_stuck(redis: RedisServer) -> None:
     async with opened(redis.url, timeout_s=1.0, num_connections=2) as tier:
         await put(tier, *range(4))

@@ -66,6 +66,7 @@ def held_by_server(node: RedisServer) -> int:
     return int(node.ask(b"DBSIZE")[1:])
 
 
+@pytest.mark.alone
 async def test_a_killed_master_costs_only_its_own_blocks_until_it_is_back(cluster: RedisCluster) -> None:
     dead = cluster.masters[0]
     lost = held_by(cluster, dead)
@@ -89,6 +90,7 @@ async def test_a_killed_master_costs_only_its_own_blocks_until_it_is_back(cluste
         assert await statuses(tier, *BLOCKS) == [ReadStatus.OK] * 60
 
 
+@pytest.mark.alone
 async def test_a_stopped_master_costs_its_blocks_a_deadline_and_the_others_nothing(
     cluster: RedisCluster,
 ) -> None:

@@ -53,6 +53,7 @@ def test_bytes_that_nobody_asked_for_and_the_end_are_not_quiet(pair: Pair) -> No
     assert not connection.is_quiet()
 
 
+@pytest.mark.alone
 def test_silence_is_measured_from_the_last_byte(pair: Pair) -> None:
     connection, server = pair
     server.sendall(b"$10\r\nabc")
@@ -63,6 +64,7 @@ def test_silence_is_measured_from_the_last_byte(pair: Pair) -> None:
     assert 0.15 < caught.value.silent_s < 1
 
 
+@pytest.mark.alone
 def test_a_stream_that_trickles_past_the_deadline_is_late_but_not_silent(pair: Pair) -> None:
     connection, server = pair
     stop = threading.Event()
@@ -153,6 +155,7 @@ def test_the_last_bytes_of_a_value_are_waited_for_however_few_they_are(tcp_pair:
     assert body[-11:] == b"abbbbbbbbbc"
 
 
+@pytest.mark.alone
 def test_a_stream_of_few_bytes_at_a_time_is_not_taken_for_silence(tcp_pair: Pair) -> None:
     connection, server = tcp_pair
     stop = threading.Event()

@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ import pytest
 
 from kvstore.drill.store_process import MIB, StoreProcess, StoreSettings
 from kvstore.tracing import Attribute
-from tests.redis_server import RedisServer
+from tests.redis_server import RedisServer, free_port
 from tests.tracing.collector import Collector
 
 CLIENT = Path(__file__).parent / "traced_client.py"
@@ -23,12 +22,6 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
 SERVER, CLIENT_KIND = 2, 3
 FIRST_TOKENS = itertools.count(1000, 1000)
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def settings(folder, **changes):
