@@ -41,6 +41,9 @@ class AwakeSelector(selectors.EpollSelector):
         look = super().select
         if timeout is None or timeout > 0:
             awake_until_s = self._awake_until_s
+            if timeout is not None and (began_s := self._clock()) < awake_until_s:
+                awake_until_s = min(awake_until_s, began_s + timeout)
+                timeout = max(0.0, began_s + timeout - awake_until_s)
             while (now_s := self._clock()) < awake_until_s:
                 ready = look(0)
                 if ready:

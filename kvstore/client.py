@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvstore.calls import FetchResult
 from kvstore.client_calls import Call, ClientCalls, only_block
 from kvstore.client_state import AWAY, ClientState, ClientStats, Timeouts
-from kvstore.errors import ProtocolMismatch
+from kvstore.errors import ProtocolMismatch, ServerUnavailable
 from kvstore.held import Lease, LeasedMatch, Reservation
 from kvstore.hints import Hints
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
@@ -488,6 +488,8 @@ class KVStore(RecordMethods):
         link = pool.take(call.deadline_s, is_control=call.is_control)
         try:
             link.give_back_idle()
+            if not link.is_clean:
+                raise ServerUnavailable("server: connection lost")
             result = self._try_at_once(link, call) if call.namespace in link.opened else None
             return self._follow_on(link, call) if result is None else result
         finally:
@@ -497,7 +499,7 @@ class KVStore(RecordMethods):
         """Carry a call out without a plan's steps; None if that does not suffice."""
         result = None
         try:
-            if call.direct is not None and link.is_clean:
+            if call.direct is not None:
                 result = call.direct(link)
             if result is None and call.at_once is not None:
                 result = call.at_once(link)

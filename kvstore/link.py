@@ -264,7 +264,7 @@ class Link:
     def _receive(self, deadline_s: float) -> Frame:
         decoder, sock = self._decoder, self._sock
         asked_s = time.monotonic()
-        awake_until_s = asked_s + _AWAKE_S if self._answers_soon else 0.0
+        awake_until_s = min(asked_s + _AWAKE_S, deadline_s) if self._answers_soon else 0.0
         while True:
             self._wait(awake_until_s, deadline_s)
             try:

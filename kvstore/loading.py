@@ -344,6 +344,7 @@ class Loader:
         transfer.blocks += len(loaded)
         transfer.bytes += len(loaded) * shelf.length_bytes
         state.publish_top(loaded, is_use=False)
+        state.list_soon(loaded)
         if source.is_shared:
             for entry in loaded:
                 state.mark_ready(entry, source.name)

@@ -71,7 +71,7 @@ def put_at_once(link: Link, put: Put, tally: PutTally, deadline_s: float) -> boo
     Then ``put_plan`` goes on, as if nothing had been tried.
     """
     stock, arena, count = link.stock, link.arena, len(put.about.chain.keys)
-    if stock is None or arena is None or arena.writing is None or count > MAX_KEYS:
+    if stock is None or arena is None or arena.writing is None or not 0 < count <= MAX_KEYS:
         return False
     if time.monotonic() >= deadline_s or not stock.has_slots(put.length_bytes, count):
         return False

@@ -26,13 +26,6 @@ from kvstore.tier import BlockId, ListedBlock, ListedTier, Listing, Slot, SlotTi
 _LEFT_FOR_ROOM = (MissReason.EVICTED, MissReason.NOT_ADMITTED)
 """Reasons to leave that say nothing about a block but that others are worth more: it may come again."""
 
-_LISTED_UNASKED = 16
-"""Most blocks that are listed for clients as they are stored; those of a larger put are when first asked for.
-
-Who fetches blocks that were stored by the dozen mostly asks for as many: listing each, 2 us of the loop,
-would be for nothing.
-"""
-
 
 class WriteMode(enum.Enum):
     """When a block is written to the tiers below the top one.
@@ -279,8 +272,6 @@ class State:
         for entry in entries:
             self.directory.forget_gone(entry.name)
         self._insert(self.top.name, entries, is_use=is_use)
-        if len(entries) <= _LISTED_UNASKED:
-            self.list_soon(entries)
 
     def list_soon(self, entries: Sequence[BlockEntry]) -> None:
         """Have clients find blocks that are READY on top without asking, if they are few."""

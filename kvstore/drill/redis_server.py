@@ -19,7 +19,10 @@ _POLL_S = 0.01
 _FIRST_PORT, _NUM_PORTS = 16_384, 16_384
 """Up to 32767: from the next on, Linux gives ports to whoever connects or asks for any."""
 _ports = itertools.count(os.getpid() * 10_127)
-"""Where this process is in them: each begins elsewhere, so that two at a time get different ones."""
+"""Where this process is in them: each begins elsewhere, so that two at a time get different ones.
+
+It changes, for all in the process: a port that was given and is not yet listened on must not be given again.
+"""
 
 
 def find_binary() -> str:

@@ -300,6 +300,32 @@ async def test_connections_that_nobody_uses_give_their_stock_back_too(
     assert len(sync_client._pool._idle) == len(idle)
 
 
+@in_shared_memory
+async def test_a_put_of_nothing_asks_for_nothing(client: Face, payloads: Payloads) -> None:
+    await _stock_up(client, payloads)
+    before = await _requests(client)
+    assert await client.put(_chain(1)[:0], payloads[:0]) == PutResult(0, 0, 0)
+    assert (await _requests(client)).get("store", 0) == before.get("store", 0)
+
+
+def test_nothing_is_written_over_a_connection_in_doubt(
+    store: StoreProcess, sync_client: KVStore, payloads: Payloads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (1, 2):
+        sync_client.put(_chain(number), payloads)
+    (link,) = sync_client._pool._idle
+    assert link.stock is not None
+    # As where what lies idle could not be given back.
+    monkeypatch.setattr(type(link), "give_back_idle", lambda it: setattr(it, "_is_clean", False))
+    written: list[object] = []
+    monkeypatch.setattr("kvstore.put_calls.fill_slots", lambda *args, **_: written.append(args))
+
+    result = sync_client.put(_chain(3), payloads)
+
+    assert (result.stored, result.dropped, result.reason) == (0, 8, MissReason.UNAVAILABLE)
+    assert not written
+
+
 async def test_a_cancelled_put_gives_its_slots_back(
     store: StoreProcess, async_client: Any, payloads: Payloads
 ) -> None:

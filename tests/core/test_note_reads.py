@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from kvstore.checksum import checksum
 from kvstore.directory import CopyState
 from kvstore.hints import Hints
 from kvstore.keys import Namespace
@@ -37,6 +38,33 @@ async def test_what_is_put_is_listed_where_it_lies():
         seen = store.manager.peek_at_once(CHAIN)
 
         assert found == [(copy.slot, copy.generation, copy.checksum) for copy in seen.copies]
+
+
+async def test_up_to_sixteen_blocks_are_listed_as_they_are_stored_and_more_when_they_are_asked_for():
+    async with running(blocks=64) as store:
+        few, many = SPACE.chain(range(4 * 16)), SPACE.chain(range(1000, 1000 + 4 * 17))
+        for chain in (few, many):
+            reserved = await store.manager.reserve(chain, owner=store.owner)
+            slots = [slot.slot for slot in reserved.slots]
+            sums = [checksum(bytes(BLOCK_BYTES))] * len(chain)
+            assert store.manager.putter.publish(chain, slots, owner=store.owner, checksums=sums).stored
+
+        assert listed(store, few) == 16
+        assert listed(store, many) == 0
+        assert store.manager.peek_at_once(many) is not None
+        assert listed(store, many) == 17
+
+
+async def test_blocks_that_come_up_from_a_tier_below_are_listed_however_many_they_are():
+    async with running(GatedTier("ssd"), blocks=64) as store:
+        store.lower[0].gate.set()
+        chain = SPACE.chain(range(4 * 17))
+        await store.put(chain)
+        await store.manager.flush(timeout_s=10)
+        assert await store.manager.demote(chain) == 17
+        await store.manager.prefetch(chain, timeout_s=10)
+
+        assert listed(store, chain) == 17
 
 
 @pytest.mark.parametrize("how", ["drop", "epoch", "damage", "evict"])

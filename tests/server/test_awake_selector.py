@@ -54,7 +54,7 @@ def test_after_an_event_it_finds_the_next_without_sleeping(
         _woken(selector, ends)
         clock.when_s, clock.then = clock.now_s + 4, lambda: ends[1].send(b"y")
 
-        ready = selector.select(0.001)
+        ready = selector.select(20)
 
         assert [key.fileobj for key, _ in ready] == [ends[0]]
         assert clock.now_s < 10
@@ -67,11 +67,26 @@ def test_it_sleeps_once_nothing_has_happened_for_its_time(
     with AwakeSelector(awake_s=10, clock=clock) as selector:
         _woken(selector, ends)
 
-        assert selector.select(0.001) == []
+        is_awake_s = selector._awake_until_s - (clock.now_s + 1)
+        assert selector.select(is_awake_s + 0.001) == []
         looked_until_s = clock.now_s
+        assert looked_until_s >= selector._awake_until_s
         assert selector.select(0.001) == []
 
-        assert clock.now_s == looked_until_s + 1
+        assert clock.now_s <= looked_until_s + 2
+
+
+@needs_cores
+def test_being_awake_keeps_no_timer_waiting(ends: tuple[socket.socket, socket.socket]) -> None:
+    clock = Ticks()
+    with AwakeSelector(awake_s=1, clock=clock) as selector:
+        _woken(selector, ends)
+        selector.stay_awake(1000)
+        asked_s = clock.now_s
+
+        assert selector.select(5) == []
+
+        assert asked_s + 5 <= clock.now_s <= asked_s + 8
 
 
 def test_it_returns_at_once_when_told_not_to_wait(ends: tuple[socket.socket, socket.socket]) -> None:
