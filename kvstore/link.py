@@ -89,6 +89,8 @@ class Link:
         self.welcome = welcome
         self.arena = arena
         self.opened: set[NamespaceDigest] = set()
+        self.place: object = None
+        """What a pool counts it by, held as long as it is."""
 
     @classmethod
     def open(cls, dial: Dial, arenas: ArenaCache, deadline_s: float, *, is_read_only: bool = False) -> "Link":

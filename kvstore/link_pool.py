@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+import weakref
 
 from kvstore.arena_link import ArenaCache
 from kvstore.calls import Connection
@@ -19,6 +20,18 @@ _LOOK_S = 1.0
 """How often connections that nobody uses give back slots that lie unused in them."""
 
 
+_RECOUNT_S = 0.05
+"""How often whoever waits for a connection looks whether one was lost without a word."""
+
+
+class _Place:
+    """One of the places for connections. Whoever makes a connection holds it, and then the connection does.
+
+    It is taken as long as somebody holds it: a call that ends between two steps, by an exception that a
+    signal or another thread brings, gives nothing back and says nothing.
+    """
+
+
 class LinkPool:
     """Connections of one process: some used by one call at a time, and one that is shared. Thread-safe."""
 
@@ -29,7 +42,7 @@ class LinkPool:
         self._state = state
         self._is_read_only = is_read_only
         self._idle: list[Link] = []
-        self._num_links = 0
+        self._places: weakref.WeakSet[_Place] = weakref.WeakSet()
         self._num_waiting = 0
         self._shared: SharedLink | None = None
         self._sharing = threading.Lock()
@@ -100,8 +113,8 @@ class LinkPool:
             self._give_back_idle()
         while True:
             link = self._pop_idle() or self._wait_for_link(deadline_s, is_control=is_control)
-            if link is None:
-                return self._connect(deadline_s)
+            if isinstance(link, _Place):
+                return self._connect(link, deadline_s)
             if link.is_usable and not self._is_closed:
                 return link
             self._close(link)
@@ -118,8 +131,8 @@ class LinkPool:
                 self._changed.notify()
             self._close_idle_if_closed()
 
-    def _wait_for_link(self, deadline_s: float, *, is_control: bool) -> Link | None:
-        """Return an idle connection, or None if one more may be made, which is counted already."""
+    def _wait_for_link(self, deadline_s: float, *, is_control: bool) -> Link | _Place:
+        """Return an idle connection, or the place of one more that may be made."""
         with self._changed:
             self._num_waiting += 1
             try:
@@ -129,27 +142,29 @@ class LinkPool:
                     link = self._pop_idle()
                     if link is not None:
                         return link
-                    if self._num_links < MAX_LINKS:
+                    if len(self._places) < MAX_LINKS:
                         if not is_control:
                             self._state.check_may_connect()
-                        self._num_links += 1
-                        return None
-                    if not self._changed.wait(max(0.0, deadline_s - time.monotonic())):
+                        place = _Place()
+                        self._places.add(place)
+                        return place
+                    remaining_s = deadline_s - time.monotonic()
+                    if remaining_s <= 0:
                         raise TimedOut(f"client: all {MAX_LINKS} connections are in use")
+                    self._changed.wait(min(remaining_s, _RECOUNT_S))
             finally:
                 self._num_waiting -= 1
 
-    def _connect(self, deadline_s: float) -> Link:
+    def _connect(self, place: _Place, deadline_s: float) -> Link:
         link: Link | None = None
         try:
             link = Link.open(self._dial, self.arenas, deadline_s, is_read_only=self._is_read_only)
         finally:
             if link is None:
                 self._state.note_not_connected()
-                with self._changed:
-                    self._num_links -= 1
-                    self._changed.notify()
+                self._free(place)
         assert link is not None
+        link.place = place
         if self._is_closed:
             self._close(link)
             self.arenas.forget()
@@ -195,6 +210,15 @@ class LinkPool:
 
     def _close(self, link: Link) -> None:
         link.close()
+        self._free(link.place)
+
+    def _free(self, place: object) -> None:
         with self._changed:
-            self._num_links -= 1
+            if isinstance(place, _Place):
+                self._places.discard(place)
             self._changed.notify()
+
+    @property
+    def num_links(self) -> int:
+        """Connections for calls of one thread each, idle ones and those that are being made included."""
+        return len(self._places)

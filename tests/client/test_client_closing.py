@@ -96,7 +96,7 @@ def test_closing_a_blocking_client_that_connects_leaves_no_connection_and_no_are
 
         assert _has_ended(accepted)
     assert "closed" in str(errors[0])
-    assert client._pool._num_links == 0
+    assert client._pool.num_links == 0
     assert client._pool.arenas._latest is None
 
 

@@ -2,12 +2,14 @@
 
 import asyncio
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore import AsyncKVStore, KVStore, PrefixChain
+from kvstore.link_pool import MAX_LINKS
 from tests.client.conftest import BLOCK_BYTES, NAMESPACE
 
 THREADS = 16
@@ -82,3 +84,31 @@ async def test_a_cancelled_call_gives_back_its_lease_and_touches_no_buffer_after
 
     assert (buffers == 7).all()
     assert await async_client.drop(_chain(1)) == 4  # a leased block is not dropped
+
+
+def test_connections_of_calls_that_ended_between_two_steps_are_not_counted_for_ever(
+    sync_client: KVStore,
+) -> None:
+    """An exception that a signal brings may fall where nothing gives the connection back."""
+    pool = sync_client._pool
+    for _ in range(MAX_LINKS + 2):
+        link = pool.take(time.monotonic() + 30, is_control=True)
+        link.close()  # as its end does; without a warning in the tests' output
+        del link
+    assert pool.num_links == 0
+    sync_client.ping()
+    assert pool.num_links == 1
+
+
+def test_who_waits_for_a_connection_gets_the_place_of_a_lost_one(sync_client: KVStore) -> None:
+    pool = sync_client._pool
+    taken = [pool.take(time.monotonic() + 30, is_control=True) for _ in range(MAX_LINKS)]
+    assert pool.num_links == MAX_LINKS
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(sync_client.ping, timeout_s=30)
+        while not pool._num_waiting:
+            time.sleep(0.001)
+        taken.pop().close()
+        waiting.result(30)
+    for link in taken:
+        pool.give_back(link)
