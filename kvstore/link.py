@@ -90,7 +90,7 @@ class Link:
         self.arena = arena
         self.opened: set[NamespaceDigest] = set()
         self.place: object = None
-        """What a pool counts it by, held as long as it is."""
+        """What a pool counts the connection by, held for as long as there is one."""
 
     @classmethod
     def open(cls, dial: Dial, arenas: ArenaCache, deadline_s: float, *, is_read_only: bool = False) -> "Link":
