@@ -6,13 +6,18 @@ server that goes to sleep at once, 36 us for one that stays awake.
 
 While a client copies blocks into the arena or out of it, the server has nothing to do, and the message that
 follows would find it asleep: ``stay_awake`` tells how long that takes.
+
+Before it waits, awake or asleep, work is done that was left for an idle moment, a piece between two looks.
 """
 
+import math
 import os
 import selectors
 import time
 from collections.abc import Callable
 from selectors import SelectorKey
+
+from kvstore.idle_work import IdleWork
 
 AWAKE_S = 60e-6
 """What an event keeps the selector awake for, unless there is one core only."""
@@ -30,6 +35,9 @@ class AwakeSelector(selectors.EpollSelector):
         self._awake_s = awake_s if len(os.sched_getaffinity(0)) > 1 else 0.0
         self._clock = clock
         self._awake_until_s = 0.0
+        self.idle_work = IdleWork()
+        """What to do while nothing is ready."""
+        self.idle_work.take_turns()
 
     def stay_awake(self, seconds: float) -> None:
         """Do not go to sleep for so long from now: an event is expected."""
@@ -40,6 +48,10 @@ class AwakeSelector(selectors.EpollSelector):
         """Return what is ready, waiting up to ``timeout`` seconds (None: for ever) for something to be."""
         look = super().select
         if timeout is None or timeout > 0:
+            if self.idle_work.is_left:
+                ready, timeout = self._work(timeout)
+                if ready:
+                    return ready
             awake_until_s = self._awake_until_s
             if timeout is not None and (began_s := self._clock()) < awake_until_s:
                 awake_until_s = min(awake_until_s, began_s + timeout)
@@ -54,3 +66,16 @@ class AwakeSelector(selectors.EpollSelector):
         if ready:
             self._awake_until_s = max(self._awake_until_s, self._clock() + self._awake_s)
         return ready
+
+    def _work(self, timeout: float | None) -> tuple[list[tuple[SelectorKey, int]], float | None]:
+        """Do what was left until something is ready, or the time is over; returns that, and the time left."""
+        ends_s = math.inf if timeout is None else self._clock() + timeout
+        now_s = -math.inf
+        while self.idle_work.is_left and now_s < ends_s:
+            ready = super().select(0)
+            now_s = self._clock()
+            if ready:
+                self._awake_until_s = max(self._awake_until_s, now_s + self._awake_s)
+                return ready, 0.0
+            self.idle_work.step()
+        return [], None if timeout is None else max(0.0, ends_s - now_s)

@@ -21,6 +21,7 @@ from kvstore.fetching import Fetcher
 from kvstore.granting import Granter, ReadyCopies
 from kvstore.hints import Hints
 from kvstore.hottest import TOLD, TOLD_IN_STATS, branches_answer, watched_namespaces
+from kvstore.idle_work import IdleWork
 from kvstore.inspection import check_manager, check_top_copies
 from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
@@ -116,6 +117,10 @@ class BlockManager:
     def putter(self) -> Putter:
         """What lends slots and publishes what was written into them, in more ways than are offered here."""
         return self._putter
+
+    def leave_for_idle(self, idle_work: IdleWork) -> None:
+        """Leave to it what can wait until the event loop has nothing else to do."""
+        self._state.idle_work = idle_work
 
     async def open(self) -> None:
         """Open the tiers and learn what they hold.

@@ -27,13 +27,6 @@ from kvstore.tier import Slot
 PUT_SLICE_BLOCKS = 1024
 """Most blocks reserved at once: what a client asks for at once too, so that they compete as one request's."""
 
-_LISTED_UNASKED = 16
-"""Most blocks that are listed for clients as they are published; of more, each when it is first asked for.
-
-Who fetches blocks that were stored by the dozen mostly asks for as many: listing each, 2 us of the loop,
-would be for nothing.
-"""
-
 _DROPS = {MissReason.QUOTA: "over_quota", MissReason.NOT_ADMITTED: "not_admitted"}
 """How drops are counted that have a count of their own."""
 
@@ -374,8 +367,7 @@ class Putter:
         """
         state = self._state
         state.publish_top(entries, is_use=True)
-        if len(entries) <= _LISTED_UNASKED:
-            state.list_soon(entries)
+        state.list_soon(entries)
         state.counters.puts["stored"] += len(entries)
         state.counters.puts["dropped" if shelf.is_stale else "duplicate"] += num_others
         if state.settings.write_mode is WriteMode.THROUGH:

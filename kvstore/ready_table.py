@@ -1,7 +1,8 @@
 """ReadyTable: which blocks are READY in the arena, as the server lists them in shared memory.
 
     page 0    header: magic, version, sizes, the instance of the arena, xxh3-64 over the fields before it;
-              at 2048 what changes: the era, and when the server last wrote it (ns of CLOCK_MONOTONIC)
+              at 2048 what changes: the era, when the server last wrote it (ns of CLOCK_MONOTONIC), and how
+              many entries are in use
     buckets   eight entries of 128 bytes each: storage key, slot, checksum, generation and length of a block,
               and a seal over them. Any of a bucket's may be a block's; one of them is looked at first
 
@@ -9,6 +10,10 @@ A reader needs no lock and no order of stores. The seal is the xxh3-64 of an ent
 arena's instance and the era: what is torn, half written, of another table or of an earlier era has another.
 An entry is taken away before its block may not be served any more; where that is so of many at once, the era
 ends. It is a cache of what the server knows: what is not listed, it is asked for.
+
+How many entries it takes depends on the size of the blocks, which nobody knows beforehand. So the file is as
+long as the smallest blocks would want it, and has memory only as far as it is in use: where blocks lose their
+places to others, twice as many entries are, in another era.
 
 The server makes the table and is the only one that can write it: the file is sealed against a change of
 size, and against being written by other ways than the server's mapping.
@@ -47,24 +52,29 @@ ERA_OFFSET = 2048
 BEAT_OFFSET = ERA_OFFSET + 8
 """Where the server says, several times a second, that it lives: a u64, ns of CLOCK_MONOTONIC."""
 
+IN_USE_OFFSET = BEAT_OFFSET + 8
+"""Where it says how many entries are in use, the first ones: a u64, a power of two."""
+
 BEAT_PATIENCE_NS = 1_000_000_000
 """A table is not used whose server has been silent for so long: it may not have heard what ended."""
 
 MAX_DIRECT_BLOCKS = 64
 """Most blocks of a request that are looked for in the table, or listed at once."""
 
-_MIN_ENTRIES, _MAX_ENTRIES = 1024, 2_097_152
+_MIN_ENTRIES, _MAX_ENTRIES = 1024, 1 << 24
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; the module fcntl does not name it
 
 TABLE_SEALS = SEALS | _F_SEAL_FUTURE_WRITE
 """Seals every table carries once the server has mapped it."""
 
-_BYTES_PER_ENTRY = 32 << 10
+_BYTES_PER_ENTRY = 2 << 10
+_FIRST_BYTES_PER_ENTRY = 32 << 10
 _MAGIC = b"KVREADY\0"
-_VERSION = 2
+_VERSION = 3
 _HEADER = struct.Struct("<8sIIQ16s")
 _HEADER_SUM = struct.Struct("<Q")
 _LIVE = struct.Struct("<QQ")
+_U64 = struct.Struct("<Q")
 _AFTER_KEY = struct.Struct("<QQIIQ")
 
 Listed = tuple[int, int, int]
@@ -73,27 +83,25 @@ Listed = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class TableFormat:
-    """Size of one table, and which arena it is about."""
+    """Largest size of one table, and which arena it is about."""
 
     num_entries: int
     instance: bytes
 
     @classmethod
     def for_arena(cls, capacity_bytes: int, instance: bytes) -> "TableFormat":
-        """Return the format for an arena of that capacity: two entries per 64 KiB, within bounds."""
-        wanted = max(1, capacity_bytes // _BYTES_PER_ENTRY)
-        power = 1 << (wanted - 1).bit_length()
-        return cls(min(max(power, _MIN_ENTRIES), _MAX_ENTRIES), instance)
+        """Return the format for an arena of that capacity: two entries per 4 KiB, within bounds."""
+        return cls(_num_entries(capacity_bytes // _BYTES_PER_ENTRY), instance)
+
+    @property
+    def num_at_first(self) -> int:
+        """Entries that are in use before it is known how small blocks are: two per 64 KiB, within bounds."""
+        return _num_entries(self.num_entries * _BYTES_PER_ENTRY // _FIRST_BYTES_PER_ENTRY)
 
     @property
     def total_bytes(self) -> int:
         """Size of the file."""
-        return ALIGNMENT_BYTES + self.num_entries * ENTRY_BYTES
-
-    @property
-    def mask(self) -> int:
-        """What of a number names a bucket."""
-        return self.num_entries // _ENTRIES_OF_BUCKET - 1
+        return table_bytes(self.num_entries)
 
     def seed(self, era: int) -> int:
         """Return what the seals of an era are seeded with."""
@@ -125,6 +133,22 @@ class TableFormat:
         return made
 
 
+def _num_entries(wanted: int) -> int:
+    """Return a power of two within bounds, not less if possible."""
+    power = 1 << (max(1, wanted) - 1).bit_length()
+    return min(max(power, _MIN_ENTRIES), _MAX_ENTRIES)
+
+
+def table_bytes(num_entries: int) -> int:
+    """Return how much of the file so many entries take, the header included."""
+    return ALIGNMENT_BYTES + num_entries * ENTRY_BYTES
+
+
+def bucket_mask(num_in_use: int) -> int:
+    """Return what of a block's number names its bucket, of so many entries."""
+    return num_in_use // _ENTRIES_OF_BUCKET - 1
+
+
 def name_spread(name_end: bytes) -> int:
     """Return what of a block's place comes from its storage key behind the block key."""
     return xxhash.xxh3_64_intdigest(name_end)
@@ -152,7 +176,6 @@ class ReadyTable:
     def __init__(self, mapping: mmap.mmap, table_format: TableFormat) -> None:
         self.format = table_format
         self._map = mapping
-        self._mask = table_format.mask
         self._seed = (0, 0)
 
     @classmethod
@@ -204,7 +227,9 @@ class ReadyTable:
         ``name_end`` is what their storage keys have behind the block key. What they hold is the reader's to
         check after its copy: checksum, generation, and that the era has not ended.
         """
-        mapping, mask, seed = self._map, self._mask, self._seed_of(era)
+        mapping, mask, seed = self._map, self._mask(), self._seed_of(era)
+        if mask < 0:
+            return None
         spread = name_spread(name_end)
         number_of, seal_of, unpack = int.from_bytes, xxhash.xxh3_64_intdigest, _AFTER_KEY.unpack_from
         found: list[Listed] = []
@@ -226,6 +251,12 @@ class ReadyTable:
                 return None
             found.append((offset, generation, payload_sum))
         return found
+
+    def _mask(self) -> int:
+        """Return what of a number names a bucket of those in use now; negative if they cannot be."""
+        num_in_use: int = _U64.unpack_from(self._map, IN_USE_OFFSET)[0]
+        is_power = num_in_use & (num_in_use - 1) == 0
+        return bucket_mask(num_in_use) if is_power and num_in_use <= self.format.num_entries else -1
 
     def _seed_of(self, era: int) -> int:
         known, seed = self._seed

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Self
 
 from kvstore.access_log import AccessLog
 from kvstore.assembly import Store, assemble
+from kvstore.awake_selector import AwakeSelector
 from kvstore.config import Config
 from kvstore.config_sections import HttpConfig
 from kvstore.errors import InvalidConfig, ServerUnavailable
 from kvstore.event_feed import EventFeed
+from kvstore.idle_work import IdleWork
 from kvstore.log_limit import limit_loop_errors
 from kvstore.server import StoreServer
 from kvstore.zmq_settings import ZmqSettings
@@ -34,13 +36,15 @@ async def serving(
     *,
     socket_path: str | os.PathLike[str] | None = None,
     stay_awake: Callable[[float], None] | None = None,
+    idle_work: IdleWork | None = None,
     prefill_tokens_per_s: float = 0.0,
     events: ZmqSettings | None = None,
     access_log: AccessLog | None = None,
 ) -> AsyncIterator[StoreServer]:
     """Open the store a configuration describes and serve it, at ``socket_path`` if one is given.
 
-    ``stay_awake`` is told for how many seconds the loop should not go to sleep. ``prefill_tokens_per_s`` is
+    ``stay_awake`` is told for how many seconds the loop should not go to sleep, ``idle_work`` is done when it
+    has nothing else to do (None: what would wait for that is done at once). ``prefill_tokens_per_s`` is
     the speed of the engines beside it, from which metrics and policies estimate what hits save (0: unknown).
     ``events`` says where it is published which blocks come and go. ``access_log`` is started and closed with
     the server.
@@ -50,6 +54,8 @@ async def serving(
         TierUnavailable: a tier cannot be opened.
     """
     store = assemble(config, prefill_tokens_per_s=prefill_tokens_per_s)
+    if idle_work is not None:
+        store.manager.leave_for_idle(idle_work)
     server = StoreServer(
         store.manager,
         records=store.records,
@@ -148,8 +154,9 @@ OpenServer = Callable[[], AbstractAsyncContextManager[StoreServer]]
 class LocalServer:
     """Runs a store and its server on a thread; clients of this process reach it over socket pairs."""
 
-    def __init__(self, open_server: OpenServer) -> None:
+    def __init__(self, open_server: OpenServer, selector: AwakeSelector) -> None:
         self._open_server = open_server
+        self._selector = selector
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: StoreServer | None = None
         self._stop: asyncio.Event | None = None
@@ -160,7 +167,8 @@ class LocalServer:
     @classmethod
     def start(cls, config: Config) -> Self:
         """Open the store on its thread and return when it serves. Raises what opening raises."""
-        local = cls(lambda: serving(config))
+        selector = AwakeSelector(0.0)
+        local = cls(lambda: serving(config, idle_work=selector.idle_work), selector)
         local._thread.start()
         local._started.wait()
         if local._failure is not None:
@@ -192,7 +200,8 @@ class LocalServer:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._main())
+            with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(self._selector)) as runner:
+                runner.run(self._main())
         except BaseException as error:  # handed to the thread that waits in start()
             if self._started.is_set():
                 raise

@@ -14,6 +14,7 @@ from kvstore.counters import Counters
 from kvstore.directory import BlockEntry, Copy, CopyState, Directory, Gone, Shelf
 from kvstore.errors import InvalidRequest
 from kvstore.hints import Hints
+from kvstore.idle_work import IdleWork
 from kvstore.keys import NamespaceDigest
 from kvstore.lease import LeaseTable
 from kvstore.miss import MissReason
@@ -22,6 +23,9 @@ from kvstore.policy import NO_HINT, EvictionPolicy, Hint
 from kvstore.ready_table import MAX_DIRECT_BLOCKS
 from kvstore.size_curve import SizeCurve
 from kvstore.tier import BlockId, ListedBlock, ListedTier, Listing, Slot, SlotTier, StorageKey, Tier
+
+_LISTED_AT_ONCE = 4
+"""Blocks listed in one turn of an idle loop: some 10 us."""
 
 _LEFT_FOR_ROOM = (MissReason.EVICTED, MissReason.NOT_ADMITTED)
 """Reasons to leave that say nothing about a block but that others are worth more: it may come again."""
@@ -91,6 +95,7 @@ class State:
     beliefs: dict[str, Beliefs] = field(default_factory=dict)
     size_curve: SizeCurve | None = None
     afterwards: Afterwards = field(default_factory=Afterwards)
+    idle_work: IdleWork = field(default_factory=IdleWork)
     branches: Branches | None = None
 
     @classmethod
@@ -277,7 +282,9 @@ class State:
         """Have clients find blocks that are READY on top without asking, if they are few."""
         listing = self.directory.listing
         if listing is not None and len(entries) <= MAX_DIRECT_BLOCKS:
-            self.afterwards.do(partial(self._list, listing, entries))
+            for start in range(0, len(entries), _LISTED_AT_ONCE):
+                piece = partial(self._list, listing, entries[start : start + _LISTED_AT_ONCE])
+                self.afterwards.do(partial(self.idle_work.do, piece))
 
     def _list(self, listing: Listing, entries: Sequence[BlockEntry]) -> None:
         """List what is READY of entries of one shelf."""
@@ -297,7 +304,8 @@ class State:
             if copy.generation is None:
                 copy.generation = self.top.generation(copy.slot)
             blocks.append((entry.name, copy.slot, copy.checksum, copy.generation))
-        listing.add_all(blocks, entries[0].shelf.name_end, entries[0].length_bytes)
+        if listing.add_all(blocks, entries[0].shelf.name_end, entries[0].length_bytes):
+            self.idle_work.do(listing.grow)
 
     def _insert(self, tier: str, entries: Sequence[BlockEntry], *, is_use: bool) -> None:
         if not entries:

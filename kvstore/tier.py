@@ -392,8 +392,14 @@ ListedBlock = tuple[StorageKey, Slot, int, int]
 class Listing(Protocol):
     """Where a SlotTier says which of its slots hold READY blocks, for others to look at; lossy."""
 
-    def add_all(self, blocks: Iterable[ListedBlock], name_end: bytes, length_bytes: int) -> None:
-        """List READY blocks of one part of a namespace, whose names have that end."""
+    def add_all(self, blocks: Iterable[ListedBlock], name_end: bytes, length_bytes: int) -> bool:
+        """List READY blocks of one part of a namespace, whose names have that end.
+
+        Returns whether more of them could be listed after ``grow``.
+        """
+
+    def grow(self) -> bool:
+        """Make a little more room for what is listed; True: call it again."""
 
     def listed(self, name: StorageKey) -> tuple[int, int, int] | None:
         """Return the slot, generation and checksum that a block is listed with; None: it is not."""

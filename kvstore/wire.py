@@ -42,10 +42,10 @@ TAKES_TRACES = 1
 A client offers it, and a server that knows it sends it back; one that does not answers with id 0.
 """
 
-READS_DIRECTLY = 8
+READS_DIRECTLY = 16
 """Another such flag: behind the arena's descriptors comes that of the table of READY blocks.
 
-Of its version 2; the flag 2 was that of version 1.
+Of its version 3; the flags 2 and 8 were those of versions 1 and 2.
 """
 
 LENDS_AHEAD = 4

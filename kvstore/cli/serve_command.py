@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -164,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
         tracing(trace_settings(), service="kvstore") as traces,
         asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner,
     ):
-        runner.run(_serve(config, args, events, traces, stay_awake=selector.stay_awake))
+        runner.run(_serve(config, args, events, traces, selector=selector))
     return 0
 
 
@@ -180,7 +179,7 @@ async def _serve(
     events: ZmqSettings | None,
     traces: "TraceCounters | None",
     *,
-    stay_awake: Callable[[float], None],
+    selector: AwakeSelector,
 ) -> None:
     as_json: bool = args.json
     loop = asyncio.get_running_loop()
@@ -192,7 +191,8 @@ async def _serve(
         store = serving(
             config,
             socket_path=socket_path,
-            stay_awake=stay_awake,
+            stay_awake=selector.stay_awake,
+            idle_work=selector.idle_work,
             prefill_tokens_per_s=args.prefill_tokens_per_s,
             events=events,
             access_log=_access_log(args),

@@ -7,6 +7,7 @@ import pytest
 from kvstore.checksum import checksum
 from kvstore.directory import CopyState
 from kvstore.hints import Hints
+from kvstore.idle_work import IdleWork
 from kvstore.keys import Namespace
 from kvstore.layout import Part
 from kvstore.miss import MissReason
@@ -40,19 +41,50 @@ async def test_what_is_put_is_listed_where_it_lies():
         assert found == [(copy.slot, copy.generation, copy.checksum) for copy in seen.copies]
 
 
-async def test_up_to_sixteen_blocks_are_listed_as_they_are_stored_and_more_when_they_are_asked_for():
-    async with running(blocks=64) as store:
-        few, many = SPACE.chain(range(4 * 16)), SPACE.chain(range(1000, 1000 + 4 * 17))
-        for chain in (few, many):
-            reserved = await store.manager.reserve(chain, owner=store.owner)
-            slots = [slot.slot for slot in reserved.slots]
-            sums = [checksum(bytes(BLOCK_BYTES))] * len(chain)
-            assert store.manager.putter.publish(chain, slots, owner=store.owner, checksums=sums).stored
+async def put_written(store, chain):
+    """Publish blocks in slots that were lent for them."""
+    reserved = await store.manager.reserve(chain, owner=store.owner)
+    slots = [slot.slot for slot in reserved.slots]
+    sums = [checksum(bytes(BLOCK_BYTES))] * len(chain)
+    assert store.manager.putter.publish(chain, slots, owner=store.owner, checksums=sums).stored == len(chain)
 
-        assert listed(store, few) == 16
+
+async def test_blocks_of_a_put_are_listed_as_they_are_stored_if_one_request_could_find_them_all():
+    async with running(blocks=2 * MAX_DIRECT_BLOCKS + 1) as store:
+        few, many = (
+            SPACE.chain(range(4 * MAX_DIRECT_BLOCKS)),
+            SPACE.chain(range(4, 8 + 4 * MAX_DIRECT_BLOCKS)),
+        )
+        await put_written(store, few)
+        await put_written(store, many)
+
+        assert listed(store, few) == MAX_DIRECT_BLOCKS
         assert listed(store, many) == 0
-        assert store.manager.peek_at_once(many) is not None
-        assert listed(store, many) == 17
+
+
+async def test_an_idle_loop_lists_what_was_put_and_nothing_of_what_has_left_by_then():
+    idle_work = IdleWork()
+    idle_work.take_turns()
+    async with running(blocks=64) as store:
+        store.manager.leave_for_idle(idle_work)
+        await put_written(store, CHAIN)
+        at_once = listed(store, CHAIN)
+        await store.manager.drop(CHAIN[2:])
+        while idle_work.is_left:
+            idle_work.step()
+
+        assert (at_once, listed(store, CHAIN)) == (0, 2)
+        assert await store.manager.check() == []
+
+
+async def test_many_small_blocks_have_the_table_grow():
+    async with running(blocks=8192) as store:
+        for start in range(0, 4 * 8000, 4 * 40):
+            await put_written(store, SPACE.chain(range(start, start + 4 * 40)))
+        last = SPACE.chain(range(start, start + 4 * 40))
+
+        assert listed(store, last) == 40
+        assert await store.manager.check() == []
 
 
 async def test_blocks_that_come_up_from_a_tier_below_are_listed_however_many_they_are():

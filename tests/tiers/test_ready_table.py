@@ -1,5 +1,6 @@
 """The table of READY blocks: nothing but a whole entry of this table and this era is ever found."""
 
+import errno
 import fcntl
 import mmap
 import os
@@ -19,11 +20,14 @@ from kvstore.keys import BlockKey
 from kvstore.ready_table import (
     BUCKET_BYTES,
     ENTRY_BYTES,
+    IN_USE_OFFSET,
     SEALED_BYTES,
     TABLE_SEALS,
     ReadyTable,
     TableFormat,
+    bucket_mask,
     places,
+    table_bytes,
 )
 from kvstore.tier import Slot, StorageKey
 from kvstore_tiers.ready_listing import ReadyListing
@@ -31,7 +35,7 @@ from kvstore_tiers.ready_listing import ReadyListing
 INSTANCE, OTHER = bytes(range(16)), bytes(range(1, 17))
 NAME_END = bytes(range(40))
 LENGTH = 4096
-MASK = TableFormat.for_arena(0, INSTANCE).mask
+MASK = bucket_mask(TableFormat.for_arena(0, INSTANCE).num_at_first)
 
 
 def key(number: int, bucket: int = 5) -> BlockKey:
@@ -302,10 +306,152 @@ def test_a_listing_without_memory_lists_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capacity_bytes", "num_entries"), [(0, 1024), (64 << 20, 2048), (65 << 20, 4096), (1 << 40, 2_097_152)]
+    ("capacity_bytes", "at_first", "at_most"),
+    [
+        (0, 1024, 1024),
+        (64 << 20, 2048, 32_768),
+        (65 << 20, 4096, 65_536),
+        (32 << 30, 1 << 20, 1 << 24),
+        (1 << 40, 1 << 20, 1 << 24),
+    ],
 )
-def test_there_are_two_entries_for_64_kib_within_bounds(capacity_bytes: int, num_entries: int) -> None:
-    assert TableFormat.for_arena(capacity_bytes, INSTANCE).num_entries == num_entries
+def test_there_are_two_entries_for_64_kib_at_first_and_for_4_kib_at_most(
+    capacity_bytes: int, at_first: int, at_most: int
+) -> None:
+    table_format = TableFormat.for_arena(capacity_bytes, INSTANCE)
+
+    assert (table_format.num_at_first, table_format.num_entries) == (at_first, at_most)
+
+
+class Growing:
+    """A listing that may grow, and a client's mapping of it."""
+
+    def __init__(self, *, room_bytes: int | None = None) -> None:
+        self.format = TableFormat.for_arena(64 << 20, INSTANCE)
+        self.listing = ReadyListing(room_bytes=lambda: room_bytes)
+        self.listing.open(self.format)
+        self.reader = ReadyTable.map(self.listing.fd, INSTANCE)
+        self.keys: list[BlockKey] = []
+
+    def fill(self, num_blocks: int) -> bool:
+        """List blocks; whether it would help to grow."""
+        keys = [BlockKey(os.urandom(32)) for _ in range(num_blocks)]
+        self.keys += keys
+        return self.add(keys)
+
+    def add(self, keys: list[BlockKey]) -> bool:
+        names = [StorageKey(key + NAME_END) for key in keys]
+        return self.listing.add_all([(name, Slot(4096), 7, 3) for name in names], NAME_END, LENGTH)
+
+    @property
+    def era(self) -> int:
+        return self.reader.era(time.monotonic())
+
+    def num_found(self) -> int:
+        found = [self.reader.find([key], NAME_END, LENGTH, self.era) for key in self.keys]
+        return sum(slots is not None for slots in found)
+
+    @property
+    def backed_bytes(self) -> int:
+        return os.fstat(self.listing.fd).st_blocks * 512
+
+
+@pytest.fixture
+def growing() -> Iterator[Growing]:
+    made = Growing()
+    yield made
+    made.listing.close()
+
+
+def test_a_table_has_memory_for_what_is_in_use_only(growing: Growing) -> None:
+    assert growing.backed_bytes == table_bytes(2048)
+    assert os.fstat(growing.listing.fd).st_size == table_bytes(32_768)
+
+
+def test_where_blocks_lose_their_places_a_table_grows_and_lists_them_all(growing: Growing) -> None:
+    assert growing.fill(2048)
+    lost = len(growing.keys) - growing.num_found()
+    before = growing.era
+    while growing.listing.grow():
+        assert growing.era == before
+    in_new_era = growing.num_found()
+    growing.add(growing.keys)
+
+    assert lost > 100
+    assert (growing.era, in_new_era) == (before + 1, 0)
+    assert growing.num_found() > len(growing.keys) - lost // 2
+    assert growing.backed_bytes == table_bytes(4096)
+
+
+def test_what_a_reader_found_before_a_table_grew_is_of_an_era_that_is_over(growing: Growing) -> None:
+    assert growing.fill(2048)
+    era = growing.era
+    key = next(key for key in growing.keys if growing.reader.find([key], NAME_END, LENGTH, era))
+    while growing.listing.grow():
+        pass
+    growing.listing.remove(StorageKey(key + NAME_END))
+
+    assert not growing.reader.is_of_era(era)
+    assert growing.reader.find([key], NAME_END, LENGTH, growing.era) is None
+
+
+def test_a_table_that_has_room_does_not_grow(growing: Growing) -> None:
+    assert not growing.fill(256)
+    assert not growing.listing.grow()
+    assert growing.backed_bytes == table_bytes(2048)
+
+
+def test_a_table_grows_up_to_its_largest_size_and_not_beyond(growing: Growing) -> None:
+    while growing.fill(1024) or growing.backed_bytes < table_bytes(32_768):
+        while growing.listing.grow():
+            pass
+
+    assert growing.backed_bytes == table_bytes(32_768)
+    assert not growing.fill(65_536)
+    assert not growing.listing.grow()
+
+
+@pytest.mark.parametrize(
+    ("room_bytes", "grows"), [(1 << 30, True), ((1 << 20) - 1, False), (0, False), (None, True)]
+)
+def test_a_table_grows_only_where_there_is_memory_to_spare(room_bytes: int | None, grows: bool) -> None:
+    made = Growing(room_bytes=room_bytes)
+
+    assert made.fill(4096) is grows
+    made.listing.close()
+
+
+def test_a_table_for_which_there_is_no_memory_goes_on_as_it_is(
+    growing: Growing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "no")
+
+    assert growing.fill(2048)
+    found = growing.num_found()
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+
+    assert not growing.listing.grow()
+    assert growing.num_found() == found
+    assert growing.backed_bytes == table_bytes(2048)
+
+
+def test_a_retired_table_does_not_grow(growing: Growing) -> None:
+    assert growing.fill(2048)
+    growing.listing.retire()
+
+    assert not growing.listing.grow()
+    assert growing.era == 0
+
+
+@pytest.mark.parametrize("num_in_use", [0, 1, 7, 1000, 65_536, 1 << 63, 2**64 - 1])
+def test_a_number_of_entries_that_cannot_be_has_nothing_found(growing: Growing, num_in_use: int) -> None:
+    growing.fill(10)
+    mapping = growing.listing._map
+    assert mapping is not None
+    mapping[IN_USE_OFFSET : IN_USE_OFFSET + 8] = num_in_use.to_bytes(8, "little")
+
+    assert growing.num_found() == 0
 
 
 def _memfd(data: bytes, *, seals: int = TABLE_SEALS) -> int:

@@ -4,14 +4,13 @@ import ctypes
 import fcntl
 import os
 import resource
-from pathlib import Path
 
 from kvstore.arena_mapping import use_huge_pages
 from kvstore.arena_view import INSTANCE_BYTES, SEALS, ArenaFormat, ArenaView, open_read_only
 from kvstore.errors import ProtocolMismatch, TierUnavailable
 from kvstore.tier import ALIGNMENT_BYTES
+from kvstore_tiers.memory_room import available_bytes, cgroup_room_bytes
 
-_RESERVED_BYTES = 64 << 20
 _MIB = 1 << 20
 _CUDA_HOST_REGISTER_PORTABLE = 1
 """cudaHostRegisterPortable of the CUDA runtime API: pinned for every context of the process."""
@@ -109,10 +108,10 @@ def _check_limits(arena_bytes: int, beside_bytes: int, *, is_locked: bool) -> No
     """Refuse before the first page is touched, since the kernel's way of refusing later is to kill."""
     both = arena_bytes + beside_bytes
     for total_bytes, limit_bytes, what, remedy in (
-        (both, _available_bytes(), "memory is available", "lower the capacity or free memory"),
+        (both, available_bytes(), "memory is available", "lower the capacity or free memory"),
         (
             both,
-            _cgroup_room_bytes(),
+            cgroup_room_bytes(),
             "is left of the control group's limit",
             "lower the capacity or raise memory.max",
         ),
@@ -130,31 +129,6 @@ def _check_limits(arena_bytes: int, beside_bytes: int, *, is_locked: bool) -> No
                 f"dram: an arena of {total_bytes // _MIB} MiB is wanted, "
                 f"{max(0, limit_bytes) // _MIB} MiB {what}: {remedy}"
             )
-
-
-def _available_bytes() -> int | None:
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        return None
-    for line in text.splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024 - _RESERVED_BYTES
-    return None
-
-
-def _cgroup_room_bytes() -> int | None:
-    """Room under the memory limit of the own control group (version 2), None without a limit."""
-    try:
-        name = Path("/proc/self/cgroup").read_text().splitlines()[-1].split(":", 2)[2].lstrip("/")
-        folder = Path("/sys/fs/cgroup") / name
-        limit = (folder / "memory.max").read_text().strip()
-        current = int((folder / "memory.current").read_text())
-        parts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        reclaimable = int(parts.get("inactive_file", 0))
-    except (OSError, IndexError, ValueError):
-        return None
-    return None if limit == "max" else int(limit) - current + reclaimable
 
 
 def _limit(which: int) -> int | None:

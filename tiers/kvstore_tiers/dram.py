@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import TierFull
-from kvstore.ready_table import TableFormat
+from kvstore.ready_table import TableFormat, table_bytes
 from kvstore.tier import ALIGNMENT_BYTES, Medium, Slot
 from kvstore_tiers.arena import Arena
 from kvstore_tiers.ready_listing import ReadyListing
@@ -95,7 +95,7 @@ class DramTier:
                 Arena.create,
                 self._slots.capacity_bytes,
                 is_locked=self._is_locked,
-                beside_bytes=table.total_bytes,
+                beside_bytes=table_bytes(table.num_at_first),
             )
             try:
                 self.listing.open(replace(table, instance=self._arena.instance))

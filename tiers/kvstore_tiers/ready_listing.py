@@ -1,6 +1,8 @@
 """ReadyListing: the server's side of the table of READY blocks in dram; see ``kvstore.ready_table``."""
 
+import errno
 import fcntl
+import logging
 import mmap
 import os
 import time
@@ -16,15 +18,34 @@ from kvstore.ready_table import (
     ERA_OFFSET,
     FIELDS,
     FIRST_SHIFT,
+    IN_USE_OFFSET,
     SEALED_BYTES,
     TABLE_SEALS,
     Listed,
     TableFormat,
+    bucket_mask,
     name_spread,
     offset_in,
     places,
+    table_bytes,
 )
 from kvstore.tier import ALIGNMENT_BYTES, STORAGE_KEY_BYTES, ListedBlock, StorageKey
+from kvstore_tiers.memory_room import memory_room_bytes
+
+_log = logging.getLogger(__name__)
+
+_SLICE_BYTES = 256 << 10
+"""Memory that is added at a time: zeroing it takes some 50 us."""
+
+_LOSSES = 512
+"""More entries are wanted where one in so many blocks took the place of another.
+
+A client that asks for 64 blocks finds all of them or asks the server. One in 500 loses its place where a
+bucket of eight has 2.2 blocks on average, and one in 50 000 with half as many.
+"""
+
+_ROOM_FOR_OTHERS = 4
+"""The table grows only where so many times as much memory is to be had."""
 
 _NOTHING = bytes(ENTRY_BYTES)
 _NO_ENTRY = bytes(SEALED_BYTES)
@@ -37,10 +58,19 @@ class ReadyListing:
     no mapping but this one can write it, not even of who has the file: what stands there can be trusted here.
     """
 
-    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        *,
+        room_bytes: Callable[[], int | None] = memory_room_bytes,
+    ) -> None:
         self._clock_ns = clock_ns
+        self._room_bytes = room_bytes
         self._map: mmap.mmap | None = None
         self._format = TableFormat(0, b"")
+        self._num_in_use = self._num_wanted = 0
+        self._backed_bytes = 0
+        self._num_new = self._num_lost = 0
         self._era = self._seed = 0
         self._is_retired = False
         self.fd = -1
@@ -49,17 +79,23 @@ class ReadyListing:
     def open(self, table_format: TableFormat) -> None:
         """Get the memory. Raises OSError if it cannot be had, or not be sealed against others."""
         fd = os.memfd_create("kvstore-ready", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        first_bytes = table_bytes(table_format.num_at_first)
         try:
-            os.posix_fallocate(fd, 0, table_format.total_bytes)
+            os.truncate(fd, table_format.total_bytes)
+            os.posix_fallocate(fd, 0, first_bytes)
             os.pwrite(fd, table_format.pack(), 0)
-            mapping = mmap.mmap(fd, table_format.total_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            mapping = mmap.mmap(fd, table_format.total_bytes, flags=mmap.MAP_SHARED)
             mapping.madvise(mmap.MADV_DONTDUMP)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, TABLE_SEALS)
         except BaseException:
             os.close(fd)
             raise
         self._map, self._format, self.fd = mapping, table_format, fd
+        self._num_in_use = self._num_wanted = table_format.num_at_first
+        self._backed_bytes = first_bytes
+        self._num_new = self._num_lost = 0
         self._is_retired = False
+        self._write_live(self._num_in_use, IN_USE_OFFSET)
         self.begin_era()
 
     def close(self) -> None:
@@ -71,16 +107,16 @@ class ReadyListing:
             os.close(self.fd)
             self.fd = -1
 
-    def add_all(self, blocks: Iterable[ListedBlock], name_end: bytes, length_bytes: int) -> None:
-        """List READY blocks, each in the place of another one if need be.
+    def add_all(self, blocks: Iterable[ListedBlock], name_end: bytes, length_bytes: int) -> bool:
+        """List READY blocks, each in the place of another one if need be; returns whether to ``grow``.
 
         ``name_end`` is what the storage keys of all of them have behind the block key. What is listed already
         is written again, and reads the same meanwhile.
         """
         mapping = self._map
         if mapping is None:
-            return
-        mask, seed, spread = self._format.mask, self._seed, name_spread(name_end)
+            return False
+        mask, seed, spread = bucket_mask(self._num_in_use), self._seed, name_spread(name_end)
         number_of, seal_of, pack = int.from_bytes, xxhash.xxh3_64_intdigest, FIELDS.pack
         # Of thousands a second: nothing is called that can be spared.
         for name, slot, payload_sum, generation in blocks:
@@ -91,20 +127,64 @@ class ReadyListing:
                 at = self._place(mapping[bucket : bucket + BUCKET_BYTES], bucket, at, name)
             fields = pack(name, slot, payload_sum, generation, length_bytes)
             mapping[at : at + SEALED_BYTES] = fields + seal_of(fields, seed).to_bytes(8, "little")
+        return self._wants_more()
 
     def _place(self, held: bytes, bucket: int, first: int, name: StorageKey) -> int:
         """Return where to list a block in a bucket that holds this: its entry, a free one, or ``first``."""
         within = offset_in(held, name)
         if within >= 0:
             return bucket + within
+        self._num_new += 1
         if self._is_free(held, first - bucket):
             return first
-        free = (at for at in range(0, BUCKET_BYTES, ENTRY_BYTES) if self._is_free(held, at))
-        return bucket + next(free, first - bucket)
+        for at in range(0, BUCKET_BYTES, ENTRY_BYTES):
+            if self._is_free(held, at):
+                return bucket + at
+        self._num_lost += 1
+        return first
 
     def _is_free(self, held: bytes, at: int) -> bool:
         entry = held[at : at + SEALED_BYTES]
         return entry == _NO_ENTRY or not self._is_of_this_era(entry)
+
+    def _wants_more(self) -> bool:
+        """Whether so many blocks lose their places that there should be more entries."""
+        if self._num_new < self._num_in_use // 8:
+            return False
+        loses, self._num_new, self._num_lost = self._num_lost * _LOSSES > self._num_new, 0, 0
+        if not loses or self._num_in_use >= self._format.num_entries:
+            return False
+        if self._num_wanted == self._num_in_use:
+            more_bytes = table_bytes(2 * self._num_in_use) - self._backed_bytes
+            room_bytes = self._room_bytes()
+            if room_bytes is not None and room_bytes < _ROOM_FOR_OTHERS * more_bytes:
+                return False
+            self._num_wanted = 2 * self._num_in_use
+        return True
+
+    def grow(self) -> bool:
+        """Add memory for more entries, a slice at a time; True: call again. In the end, another era begins.
+
+        Does nothing where ``add_all`` has not said that it would help.
+        """
+        if self._map is None or self._is_retired or self._num_wanted == self._num_in_use:
+            return False
+        wanted_bytes = table_bytes(self._num_wanted)
+        slice_bytes = min(_SLICE_BYTES, wanted_bytes - self._backed_bytes)
+        try:
+            os.posix_fallocate(self.fd, self._backed_bytes, slice_bytes)
+        except OSError as error:
+            _log.warning("dram: no memory to list more blocks: %s", errno.errorcode.get(error.errno or 0))
+            self._num_wanted = self._num_in_use
+            return False
+        self._backed_bytes += slice_bytes
+        if self._backed_bytes < wanted_bytes:
+            return True
+        self._num_in_use = self._num_wanted
+        self._write_live(self._num_in_use, IN_USE_OFFSET)
+        self.begin_era()
+        _log.info("dram: clients find up to %d blocks without asking", self._num_in_use)
+        return False
 
     def listed(self, name: StorageKey) -> Listed | None:
         """Return where a block is listed to be: slot, generation and checksum; None: it is not."""
@@ -155,6 +235,6 @@ class ReadyListing:
         mapping = self._map
         if mapping is None:
             return 0
-        bucket, _ = places(name, name[KEY_BYTES:], self._format.mask)
+        bucket, _ = places(name, name[KEY_BYTES:], bucket_mask(self._num_in_use))
         within = offset_in(mapping[bucket : bucket + BUCKET_BYTES], name)
         return bucket + within if within >= 0 else 0
