@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kvstore.idle_work import IdleWork
+
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.05
@@ -21,6 +23,12 @@ _MANY_AGED = 3
 survived them is not looked at once more."""
 
 _NEVER = 1_000_000_000
+_YOUNG = 700
+"""Objects made since the last collection from which on one is due in an idle moment: some 70 us."""
+
+_BUSY_THRESHOLDS = (3000, 2, _NEVER)
+"""When Python collects by itself, in the midst of an answer, where there are no idle moments."""
+
 _CALM_S = 1.0
 _CALM_CPU_RATIO = 0.05
 _MIN_ENDED = 256
@@ -62,16 +70,20 @@ class HeapKeeper:
     is never much to look at. Of those only reference counts tell when they go: a cycle among them that dies
     stays. What may leave one is a connection that ends, so after enough of them (``num_ended``, since the
     start) everything is collected once, in a second in which the process has next to nothing to do.
+
+    With ``idle_work`` young objects are looked at in idle moments, so that hardly any answer waits for it.
     """
 
     def __init__(
         self,
         num_ended: Callable[[], int],
         *,
+        idle_work: IdleWork | None = None,
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.process_time,
     ) -> None:
         self._num_ended = num_ended
+        self._idle_work = idle_work
         self._clock = clock
         self._cpu_clock = cpu_clock
         self._ended_before = 0
@@ -87,12 +99,17 @@ class HeapKeeper:
         thresholds = gc.get_threshold()
         self._collect_all()
         gc.set_threshold(*thresholds[:2], _NEVER)
+        if self._idle_work is not None:
+            gc.set_threshold(*_BUSY_THRESHOLDS)
+            self._idle_work.keep_up(self.tidy, is_due=_is_untidy)
         self._looked_s, self._cpu_s = self._clock(), self._cpu_clock()
         try:
             yield
         finally:
             gc.set_threshold(*thresholds)
             gc.unfreeze()
+            if self._idle_work is not None:
+                self._idle_work.keep_up(bool, is_due=bool)
 
     async def tick_forever(self) -> None:
         """Tick until cancelled."""
@@ -100,11 +117,20 @@ class HeapKeeper:
             await asyncio.sleep(_TICK_S)
             self.tick()
 
+    def tidy(self) -> None:
+        """Look at young objects, and set aside those that have been looked at before."""
+        _, num_passes, _ = gc.get_count()
+        if num_passes:
+            gc.collect(1)
+            gc.freeze()
+        else:
+            gc.collect(0)
+
     def tick(self) -> None:
         """Set aside what has grown old, and collect everything if that is due."""
         num_aged = gc.get_count()[2]
         if num_aged:
-            if num_aged < _MANY_AGED:
+            if num_aged < _MANY_AGED and self._idle_work is None:
                 gc.collect()
             gc.freeze()
         now_s = self._clock()
@@ -126,3 +152,7 @@ class HeapKeeper:
         self._pause_s = time.perf_counter() - began_s
         self.num_full += 1
         logger.debug("garbage: %d objects collected in %.3f s", num_found, self._pause_s)
+
+
+def _is_untidy() -> bool:
+    return gc.get_count()[0] >= _YOUNG

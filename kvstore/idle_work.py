@@ -19,6 +19,8 @@ class IdleWork:
     def __init__(self) -> None:
         self._left: deque[Callable[[], object]] = deque(maxlen=_MOST_LEFT)
         self._takes_turns = False
+        self._is_due: Callable[[], bool] = bool
+        self._chore: Callable[[], object] = bool
 
     def take_turns(self) -> None:
         """Leave work for ``step`` from now on: somebody calls it whenever the loop is idle."""
@@ -27,7 +29,11 @@ class IdleWork:
     @property
     def is_left(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self._left)
+        return bool(self._left) or self._is_due()
+
+    def keep_up(self, chore: Callable[[], object], *, is_due: Callable[[], bool]) -> None:
+        """Do a chore too, before anything else, whenever it is due. One that fails is done no more."""
+        self._chore, self._is_due = chore, is_due
 
     def do(self, piece: Callable[[], object]) -> None:
         """Do a piece when there is nothing else to do; one that returns True is then done again."""
@@ -38,10 +44,14 @@ class IdleWork:
             pass
 
     def step(self) -> None:
-        """Do one piece. What it raises is logged."""
-        piece = self._left.popleft()
+        """Do what is due, or else one piece of what is left. What it raises is logged."""
+        is_due = self._is_due()
         try:
-            if piece() is True:
+            if is_due:
+                self._chore()
+            elif (piece := self._left.popleft())() is True:
                 self._left.append(piece)
         except Exception:
             logger.exception("work of an idle moment failed")
+            if is_due:
+                self._is_due = bool

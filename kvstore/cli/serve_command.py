@@ -199,7 +199,7 @@ async def _serve(
         )
         server = await stack.enter_async_context(store)
         server.counters.traces = None if traces is None else traces.as_dict
-        keeper = HeapKeeper(server.num_ended_connections)
+        keeper = HeapKeeper(server.num_ended_connections, idle_work=selector.idle_work)
         with keeper.keeping():
             ticks = asyncio.create_task(keeper.tick_forever(), name="heap-keeper")
             places = {"socket": socket_path} | ({} if server.http_url is None else {"http": server.http_url})

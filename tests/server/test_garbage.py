@@ -9,6 +9,7 @@ import pytest
 from kvstore import KVLayout, KVStore, Namespace, Timeouts
 from kvstore.config import Config
 from kvstore.garbage import HeapKeeper
+from kvstore.idle_work import IdleWork
 from kvstore.running import serving
 from kvstore.testing import FakeClock
 
@@ -131,6 +132,33 @@ def test_the_collector_is_as_it_was_afterwards(clock, ended):
         assert gc.get_threshold() != before
     assert gc.get_threshold() == before
     assert gc.get_freeze_count() == 0
+
+
+def test_young_garbage_goes_in_an_idle_moment_and_what_stays_is_set_aside(clock, ended):
+    idle_work, kept, known = IdleWork(), [], []
+    with HeapKeeper(ended, idle_work=idle_work, clock=clock).keeping():
+        before = gc.get_freeze_count()
+        for _ in range(20):
+            kept += [[number] for number in range(1000)]
+            known.append(weakref.ref(cycle()))
+            assert idle_work.is_left
+            idle_work.step()
+            assert not idle_work.is_left
+        assert sum(ref() is not None for ref in known) == 0
+        assert gc.get_freeze_count() - before > 10_000
+        assert len(gc.get_objects(generation=2)) == 0
+    assert not idle_work.is_left
+
+
+def test_where_nothing_is_idle_python_collects_by_itself_and_a_tick_sets_aside(clock, ended):
+    keeper = HeapKeeper(ended, idle_work=IdleWork(), clock=clock)
+    with keeper.keeping():
+        known = weakref.ref(cycle())
+        kept = [[number] for number in range(50_000)]
+        keeper.tick()
+        assert known() is None
+        assert len(gc.get_objects(generation=2)) == 0
+        assert gc.get_freeze_count() > len(kept)
 
 
 def set_aside_while_connected(address):

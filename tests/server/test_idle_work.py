@@ -104,3 +104,26 @@ def test_work_keeps_no_timer_waiting() -> None:
         assert selector.select(2.5) == []
 
         assert len(done) <= 4
+
+
+def test_a_chore_is_done_before_anything_else_when_it_is_due_and_no_more_once_it_failed() -> None:
+    idle_work, done, due = IdleWork(), list[str](), [True]
+    idle_work.take_turns()
+
+    def chore() -> None:
+        done.append("chore")
+        if len(done) > 2:
+            raise OSError
+        due[0] = False
+
+    idle_work.keep_up(chore, is_due=lambda: due[0])
+    idle_work.do(lambda: done.append("piece"))
+    idle_work.step()
+    idle_work.step()
+    assert (done, idle_work.is_left) == (["chore", "piece"], False)
+    due[0] = True
+    assert idle_work.is_left
+    idle_work.step()
+
+    assert done == ["chore", "piece", "chore"]
+    assert not idle_work.is_left
