@@ -28,7 +28,6 @@ GONE_RECORDS = 65_536
 MAX_NAMESPACES = 4096
 """How many open namespaces are remembered before empty ones are forgotten."""
 
-
 NO_CHILDREN: Mapping[str, int] = MappingProxyType({})
 """Counts of a block without children; shared."""
 
@@ -60,8 +59,8 @@ class Copy:
     """One copy in one tier.
 
     ``slot`` and ``checksum`` belong to copies in the top tier, and so does ``generation``: that of the slot,
-    None until somebody asks for it. ``is_counted`` says that the parent counts this copy among its children,
-    ``why_dropping`` what the reason is of one that leaves when nobody keeps it.
+    None until somebody asks for it. ``is_counted``: the parent counts this copy among its children,
+    ``why_dropping``: the reason if it leaves when nobody keeps it, ``is_listed``: others may find it.
     """
 
     state: CopyState
@@ -70,6 +69,7 @@ class Copy:
     is_counted: bool = False
     generation: int | None = None
     why_dropping: MissReason = MissReason.CORRUPT
+    is_listed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -421,7 +421,7 @@ class Directory:
             copy.is_counted = self._count_at_parent(entry, tier)
             self._use_bytes(entry.shelf.namespace, tier, entry.length_bytes)
         else:
-            copy.is_counted = known.is_counted
+            copy.is_counted, copy.is_listed = known.is_counted, known.is_listed
         entry.copies[tier] = copy
         if copy.state is CopyState.READY:
             self.note_ready(entry, tier)
@@ -433,10 +433,10 @@ class Directory:
 
     def set_state(self, entry: BlockEntry, tier: str, state: CopyState) -> None:
         """Change the state of a copy that is there."""
-        was_ready = entry.copies[tier].state is CopyState.READY
-        entry.copies[tier].state = state
+        copy = entry.copies[tier]
+        was_ready, copy.state = copy.state is CopyState.READY, state
         if was_ready and state is not CopyState.READY:
-            self._unlist(entry, tier)
+            self._unlist(entry, copy)
             self._note_gone(entry, tier)
         elif state is CopyState.READY and not was_ready:
             self.note_ready(entry, tier)
@@ -445,7 +445,7 @@ class Directory:
     def remove_copy(self, entry: BlockEntry, tier: str, gone: Gone | None = None) -> Copy:
         """Take an entry's copy in a tier away, and remember why if it was the last and a reason is given."""
         copy = entry.copies.pop(tier)
-        self._unlist(entry, tier)
+        self._unlist(entry, copy)
         if copy.state is CopyState.READY:
             self._note_gone(entry, tier)
         self._use_bytes(entry.shelf.namespace, tier, -entry.length_bytes)
@@ -467,8 +467,8 @@ class Directory:
         if self.changes is not None and entry.shelf.is_first:
             self.changes.note_gone(tier, entry.shelf.namespace, entry.key)
 
-    def _unlist(self, entry: BlockEntry, tier: str) -> None:
-        if self.listing is not None and tier == self._certain_tiers[0]:
+    def _unlist(self, entry: BlockEntry, copy: Copy) -> None:
+        if copy.is_listed and self.listing is not None:
             self.listing.remove(entry.name)
 
     def entries_in(self, namespace: NamespaceDigest) -> list[BlockEntry]:

@@ -303,6 +303,7 @@ class State:
                 continue
             if copy.generation is None:
                 copy.generation = self.top.generation(copy.slot)
+            copy.is_listed = True
             blocks.append((entry.name, copy.slot, copy.checksum, copy.generation))
         if listing.add_all(blocks, entries[0].shelf.name_end, entries[0].length_bytes):
             self.idle_work.do(listing.grow)

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from kvstore.checksum import checksum
-from kvstore.directory import CopyState
+from kvstore.directory import Copy, CopyState
 from kvstore.hints import Hints
 from kvstore.idle_work import IdleWork
 from kvstore.keys import Namespace
@@ -275,3 +275,17 @@ async def test_a_check_finds_a_block_that_is_listed_elsewhere_and_the_next_listi
         store.manager.peek_at_once(CHAIN)
 
         assert await store.manager.check() == []
+
+
+async def test_a_copy_that_takes_the_place_of_a_listed_one_is_taken_out_with_it():
+    async with running() as store:
+        await store.put(CHAIN)
+        directory = store.manager._state.directory
+        entry = directory.shelf(SPACE.digest, None).entries[CHAIN.keys[0]]
+        before = entry.copies["dram"]
+        after = Copy(CopyState.READY, before.slot, before.checksum, generation=before.generation)
+        directory.set_copy(entry, "dram", after)
+        listed_before = listed(store, CHAIN)
+        await store.manager.drop(CHAIN)
+
+        assert (listed_before, listed(store, CHAIN)) == (4, 0)
