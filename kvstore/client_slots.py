@@ -25,7 +25,6 @@ from kvstore.messages import (
     Store,
     Stored,
     StoreOutcome,
-    UnusedSlot,
     WrittenSlot,
 )
 from kvstore.miss import MissReason
@@ -184,11 +183,9 @@ class ClientSlots:
         if not lot.slots:
             return answer
         self._lent.update(lot.slots)
-        # Plain tuples do as well on their way to the wire.
-        slots = cast("tuple[UnusedSlot, ...]", tuple(lot.slots))
         left_s = self._manager.lease_s - (now_s - lot.lent_s)
         lent_us = timeout_us(left_s) if left_s < math.inf else MAX_TIMEOUT_US
-        return replace(answer, slots=slots, lent_us=lent_us)
+        return replace(answer, slots=tuple(lot.slots), lent_us=lent_us)
 
     def _lend_ahead(self, about: ChainRef, count: int, now_s: float) -> _Lot:
         lent = self._putter.lend_ahead(about.chain, about.part, count, owner=self._owner)
@@ -266,7 +263,7 @@ class ClientSlots:
     def take_back(self, request: ReturnSlots) -> None:
         """Take slots back that the client did not write into: it puts no more for now."""
         self._return_at_hand()
-        ours = [Slot(at.offset) for at in request.slots if self._take(at.offset, at.generation)]
+        ours = [Slot(offset) for offset, generation in request.slots if self._take(offset, generation)]
         self._putter.return_slots(ours, owner=self._owner)
 
     def _take(self, offset: int, generation: int) -> bool:

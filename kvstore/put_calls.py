@@ -114,7 +114,7 @@ def put_plan(session: Session, put: Put, tally: PutTally) -> Plan[None]:
 
 
 def _put_at_once(
-    session: Session, stock: Stock, slots: list[UnusedSlot], put: Put, tally: PutTally
+    session: Session, stock: Stock, slots: list[tuple[int, int]], put: Put, tally: PutTally
 ) -> Plan[bool]:
     """Write blocks into slots lent ahead, and have them stored; False if they could not all be written."""
     unused = slots

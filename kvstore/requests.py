@@ -16,7 +16,6 @@ from kvstore.message_fields import (
     ChainRequest,
     EmptyMessage,
     KeySet,
-    UnusedSlot,
     Values,
     byte_string,
     check_positions,
@@ -259,7 +258,7 @@ class ReturnSlots:
     """Give reserved slots back unwritten. Not answered."""
 
     KIND: ClassVar[int] = 8
-    slots: tuple[UnusedSlot, ...]
+    slots: tuple[tuple[int, int], ...]
 
     def to_wire(self) -> Values:
         """Return one record per slot."""

@@ -27,7 +27,7 @@ from kvstore.checksum import (
     copy_small_out,
 )
 from kvstore.errors import InvalidRequest, ProtocolMismatch
-from kvstore.messages import FilledSlot, LentSlot, ReadySlot, UnusedSlot, WrittenSlot
+from kvstore.messages import FilledSlot, LentSlot, ReadySlot, WrittenSlot
 
 Buffer: TypeAlias = Any
 """Contiguous memory of a block: bytes, bytearray, memoryview, a NumPy array, a torch CPU tensor, or anything
@@ -242,7 +242,7 @@ def write_slots(
 
 def fill_slots(
     arena: SlotReader,
-    slots: Sequence[UnusedSlot],
+    slots: Sequence[tuple[int, int]],
     payloads: Sequence[Bytes],
     should_stop: Callable[[], bool],
     *,
