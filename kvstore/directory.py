@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from types import MappingProxyType
+from typing import cast
 from weakref import WeakValueDictionary
 
 from kvstore.changes import CopyChanges
@@ -168,6 +169,11 @@ class Shelf:
     def name(self, key: BlockKey) -> StorageKey:
         """The storage key of the block of that key on this shelf."""
         return StorageKey(key + self.name_end)
+
+    def names(self, keys: Sequence[BlockKey]) -> list[StorageKey]:
+        """As ``name``, of several keys."""
+        end = self.name_end
+        return cast("list[StorageKey]", [key + end for key in keys])  # a NewType each would cost a call each
 
 
 class Directory:
@@ -383,8 +389,11 @@ class Directory:
         tier: str,
         copies: Sequence[Copy],
     ) -> list[BlockEntry]:
-        """As ``file``, of a run of a chain none of whose blocks has an entry; ``parent`` is before it."""
-        names, num_blocks = [StorageKey(key + shelf.name_end) for key in keys], len(keys)
+        """As ``file``, of a run of a chain none of whose blocks has an entry; ``parent`` is before it.
+
+        All ``copies`` say that they are counted.
+        """
+        names, num_blocks = shelf.names(keys), len(keys)
         # Of thousands a second: what can be is done once for all of them, or by map.
         run = list(
             map(
@@ -402,8 +411,6 @@ class Directory:
         shelf.entries.update(zip(keys, run, strict=True))
         self._by_name.update(zip(names, run, strict=True))
         shelf.fastest.update(dict.fromkeys(keys, tier))
-        for copy in copies:
-            copy.is_counted = True
         copies[0].is_counted = self._count_at_parent(run[0], tier)
         if self.changes is not None and shelf.is_first:
             self.changes.note_ready(tier, shelf.namespace, keys, parent if depth else None)
@@ -514,9 +521,11 @@ class Directory:
         """Payload bytes of a namespace's copies in a tier, in whatever state."""
         return self._used_bytes.get((tier, namespace), 0)
 
-    def forget_gone(self, name: StorageKey) -> None:
-        """Drop the record of a block that is stored again."""
-        self._gone.pop(name, None)
+    def forget_gone(self, names: Sequence[StorageKey]) -> None:
+        """Drop the records of blocks that are stored again."""
+        if not self._gone.keys().isdisjoint(names):
+            for name in names:
+                self._gone.pop(name, None)
 
     def entries_of(self, is_meant: Callable[[Namespace], bool]) -> list[BlockEntry]:
         """Return the entries in all open namespaces that a predicate accepts."""

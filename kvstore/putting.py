@@ -7,6 +7,7 @@ complete in itself, and between two slices others have their turn.
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
 
 from kvstore.directory import BlockEntry, Copy, CopyState, Gone, Shelf
 from kvstore.errors import InvalidRequest, TierFull
@@ -171,8 +172,9 @@ class Putter:
         """Offer blocks of a put to the policies: they are one request's, and compete with what is stored."""
         first = missing[0] if missing else 0
         parent = chain.keys[first - 1] if first else chain.parent
+        is_all = len(missing) == len(chain.keys)
         offer = Offer(
-            [shelf.name(chain.keys[index]) for index in missing],
+            shelf.names(chain.keys if is_all else [chain.keys[index] for index in missing]),
             shelf.length_bytes,
             None if parent is None else shelf.name(parent),
             hint,
@@ -462,7 +464,7 @@ class Putter:
         """Whether no block of a chain is known, nor its first one's parent among them."""
         if shelf.is_stale or not chain.keys or not shelf.entries.keys().isdisjoint(chain.keys):
             return False
-        return chain.parent not in chain.keys
+        return chain.parent is None or chain.parent not in chain.keys
 
     def _publish_run(
         self, shelf: Shelf, chain: PrefixChain, slots: Sequence[Slot], checksums: Sequence[int]
@@ -470,10 +472,8 @@ class Putter:
         """Publish blocks none of which is known, in slots that were taken back."""
         state, ready = self._state, CopyState.READY
         generations = state.top.generations(slots)
-        copies = [
-            Copy(ready, slot, payload_sum, False, generation)
-            for slot, payload_sum, generation in zip(slots, checksums, generations, strict=True)
-        ]
+        # Of thousands a second: all but the first are counted at their parents, which come with them.
+        copies = list(map(Copy, repeat(ready), slots, checksums, repeat(True), generations))
         parent = chain.parent or BlockKey(chain.namespace)
         run = state.directory.file_run(
             shelf, chain.keys, parent, depth=chain.start, tier=state.top.name, copies=copies

@@ -269,8 +269,7 @@ class State:
 
     def publish_top(self, entries: Sequence[BlockEntry], *, is_use: bool) -> None:
         """Tell the policy of entries of one chain whose top copies became READY; is that a use by itself?"""
-        for entry in entries:
-            self.directory.forget_gone(entry.name)
+        self.directory.forget_gone([entry.name for entry in entries])
         self._insert(self.top.name, entries, is_use=is_use)
 
     def list_soon(self, entries: Sequence[BlockEntry]) -> None:

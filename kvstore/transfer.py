@@ -9,7 +9,7 @@ its own any more.
 import enum
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from kvstore.checksum import (
     copy_small_out,
 )
 from kvstore.errors import InvalidRequest, ProtocolMismatch
-from kvstore.messages import FilledSlot, LentSlot, ReadySlot, WrittenSlot
+from kvstore.messages import FilledSlots, LentSlot, ReadySlot, WrittenSlot
 
 Buffer: TypeAlias = Any
 """Contiguous memory of a block: bytes, bytearray, memoryview, a NumPy array, a torch CPU tensor, or anything
@@ -247,15 +247,14 @@ def fill_slots(
     should_stop: Callable[[], bool],
     *,
     expected: Sequence[int] | None = None,
-) -> list[FilledSlot]:
+) -> FilledSlots:
     """As ``write_slots``, of slots that were lent before it was known for which blocks: one per payload."""
     if not slots:
-        return []
+        return FilledSlots()
     offsets, generations = zip(*slots, strict=True)
     places = _Places(range(len(slots)), offsets, generations)
     digests = _write(arena, places, payloads, should_stop, expected, SumsAhead(()))
-    # Plain tuples do as well on their way to the wire, at a fifth of the time.
-    return cast("list[FilledSlot]", list(zip(offsets, generations, digests, strict=False)))
+    return FilledSlots(offsets[: len(digests)], generations[: len(digests)], tuple(digests))
 
 
 class _Places(NamedTuple):
