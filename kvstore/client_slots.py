@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain as chained
 from itertools import pairwise
 from typing import TypeAlias, cast
 
 from kvstore.errors import EpochEnded, TimedOut
-from kvstore.keys import NamespaceDigest
+from kvstore.keys import NamespaceDigest, PrefixChain
 from kvstore.layout import Part
 from kvstore.manager import BlockManager
 from kvstore.message_fields import MAX_TIMEOUT_US, timeout_us
@@ -33,6 +34,10 @@ from kvstore.tier import Slot
 
 COMMIT_SLICE_BLOCKS = 256
 """Most blocks published at once: about 2 ms of the loop."""
+
+_NEW_SLICE_BLOCKS = 1024
+"""Most of those at once of which none is known, as of most puts: they are filed as a run, in 1.8 ms of the
+loop, which the client need not wait for (measured: 2 cores)."""
 
 _AGAIN_S = 1.0
 """How long slots are kept at hand for a put like the last two: by then it has come, or is not expected."""
@@ -114,9 +119,9 @@ class ClientSlots:
 
     def store_at_once(self, request: Store) -> Stored | None:
         """As ``store``, but None where that would take several slices."""
-        if len(request.slots) > COMMIT_SLICE_BLOCKS:
-            return None
         about = request.about
+        if not self._is_one_slice(about.chain, about.part):
+            return None
         found, pieces = self._admit(request)
         if len(pieces) != 1:
             return self._stored(request, found, _last(self._publish(about, pieces)))
@@ -132,6 +137,13 @@ class ClientSlots:
         self._last_wanted = wanted
         return answer
 
+    def _is_one_slice(self, chain: PrefixChain, part: Part | None) -> bool:
+        """Whether all blocks of a Store may be published at once."""
+        num_blocks = len(chain.keys)
+        if num_blocks <= COMMIT_SLICE_BLOCKS:
+            return True
+        return num_blocks <= _NEW_SLICE_BLOCKS and self._putter.are_new(chain, part)
+
     async def store(self, request: Store) -> Stored:
         """Store what the client wrote into slots lent ahead, as far as it is not stored and worth its room.
 
@@ -144,7 +156,8 @@ class ClientSlots:
             InvalidRequest: the namespace is not open.
         """
         found, pieces = self._admit(request)
-        return self._stored(request, found, await _last_in_turns(self._publish(request.about, pieces)))
+        steps = self._publish(request.about, [*chained.from_iterable(map(_slices_of, pieces))])
+        return self._stored(request, found, await _last_in_turns(steps))
 
     def _admit(self, request: Store) -> tuple[Admitted, list[_Piece]]:
         """Take the slots over; those of blocks that are not to be published are free then."""
@@ -156,10 +169,7 @@ class ClientSlots:
         found = putter.admit_written(about.chain, part=about.part, hints=request.hints)
         self._afterwards.do(partial(_forget, lent, slots))
         if found.num_admitted == len(slots):
-            step = COMMIT_SLICE_BLOCKS
-            return found, [
-                (at, slots[at : at + step], checksums[at : at + step]) for at in range(0, len(slots), step)
-            ]
+            return found, [(0, slots, checksums)] if slots else []
         admitted = found.missing[: found.num_admitted]
         unused = set(range(len(slots))).difference(admitted)
         self._putter.return_slots([slots[at] for at in unused], owner=self._owner)
@@ -308,6 +318,14 @@ def _pieces(written: Sequence[WrittenSlot]) -> list[_Piece]:
         positions, offsets, _, checksums = zip(*run, strict=True)
         pieces.append((positions[0], cast("tuple[Slot, ...]", offsets), checksums))
     return pieces
+
+
+def _slices_of(piece: _Piece) -> Iterator[_Piece]:
+    """Cut a long piece."""
+    first, slots, checksums = piece
+    step = COMMIT_SLICE_BLOCKS
+    for at in range(0, len(slots), step):
+        yield first + at, slots[at : at + step], checksums[at : at + step]
 
 
 def _outcomes(found: Admitted, num_blocks: int, num_stored: int) -> bytes:

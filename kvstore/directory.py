@@ -18,13 +18,11 @@ from weakref import WeakValueDictionary
 
 from kvstore.changes import CopyChanges
 from kvstore.errors import NamespaceNotOpen
-from kvstore.keys import BlockKey, Namespace, NamespaceDigest
+from kvstore.gone import Gone, GoneRecords
+from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
 from kvstore.miss import MissReason
 from kvstore.tier import BlockHeader, BlockId, Listing, ReadOutcome, ReadRequest, Slot, StorageKey
-
-GONE_RECORDS = 65_536
-"""How many blocks that are gone are remembered with the reason; the oldest are forgotten first."""
 
 MAX_NAMESPACES = 4096
 """How many open namespaces are remembered before empty ones are forgotten."""
@@ -40,20 +38,6 @@ class CopyState(enum.Enum):
     WRITING = "writing"
     READY = "ready"
     DROPPING = "dropping"
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """Why and when the last copy of a block went.
-
-    ``tier`` is where it was, ``at_s`` an instant of the manager's clock, ``by`` the namespace whose blocks
-    needed the room (None: nobody's in particular).
-    """
-
-    reason: MissReason
-    tier: str
-    at_s: float
-    by: NamespaceDigest | None = None
 
 
 @dataclass(slots=True)
@@ -170,6 +154,12 @@ class Shelf:
         """The storage key of the block of that key on this shelf."""
         return StorageKey(key + self.name_end)
 
+    def are_new(self, chain: PrefixChain) -> bool:
+        """Whether a chain has blocks, and none of them is known, nor its first one's parent among them."""
+        if self.is_stale or not chain.keys or not self.entries.keys().isdisjoint(chain.keys):
+            return False
+        return chain.parent is None or chain.parent not in chain.keys
+
     def names(self, keys: Sequence[BlockKey]) -> list[StorageKey]:
         """As ``name``, of several keys."""
         end = self.name_end
@@ -177,7 +167,7 @@ class Shelf:
 
 
 class Directory:
-    """Shelves, namespaces, and the records of blocks that are gone. Pure: no I/O, no clock.
+    """Shelves and namespaces; ``gone`` are the records of blocks that are gone. Pure: no I/O, no clock.
 
     ``certain_tiers`` are the tiers whose copies only this directory's owner adds and takes away, fastest
     first.
@@ -190,10 +180,10 @@ class Directory:
         self._whole: dict[NamespaceDigest, Shelf] = {}  # of open namespaces, as ``shelf`` found them last
         self._namespaces: OrderedDict[NamespaceDigest, Namespace] = OrderedDict()
         self._by_name: dict[StorageKey, BlockEntry] = {}
-        self._gone: OrderedDict[StorageKey, Gone] = OrderedDict()
         self._used_bytes: dict[tuple[str, NamespaceDigest], int] = {}
         self._epochs: dict[str, int] = {}
         self._only_child: dict[str, Mapping[str, int]] = {tier: {tier: 1} for tier in certain_tiers}
+        self.gone = GoneRecords()
         self.num_opened = 0
         """How often a namespace was opened that was not open."""
         self.changes: CopyChanges | None = None
@@ -460,7 +450,7 @@ class Directory:
         if copy.is_counted:
             self._uncount_at_parent(entry, tier)
         if gone is not None and not entry.residency():
-            self.remember_gone(entry.name, gone)
+            self.gone.remember(entry.name, gone)
         self.prune(entry)
         return copy
 
@@ -491,15 +481,6 @@ class Directory:
             del self._by_name[entry.name]
             del entry.shelf.entries[entry.key]
 
-    def why_gone(self, name: StorageKey) -> MissReason:
-        """Return why a block that is not stored is missing: NEVER_SEEN unless a record says more."""
-        gone = self._gone.get(name)
-        return MissReason.NEVER_SEEN if gone is None else gone.reason
-
-    def gone(self, name: StorageKey) -> Gone | None:
-        """Return the record of a block that is gone."""
-        return self._gone.get(name)
-
     def namespace(self, digest: NamespaceDigest) -> Namespace | None:
         """Return an open namespace."""
         return self._namespaces.get(digest)
@@ -520,12 +501,6 @@ class Directory:
     def used_bytes(self, tier: str, namespace: NamespaceDigest) -> int:
         """Payload bytes of a namespace's copies in a tier, in whatever state."""
         return self._used_bytes.get((tier, namespace), 0)
-
-    def forget_gone(self, names: Sequence[StorageKey]) -> None:
-        """Drop the records of blocks that are stored again."""
-        if not self._gone.keys().isdisjoint(names):
-            for name in names:
-                self._gone.pop(name, None)
 
     def entries_of(self, is_meant: Callable[[Namespace], bool]) -> list[BlockEntry]:
         """Return the entries in all open namespaces that a predicate accepts."""
@@ -568,13 +543,6 @@ class Directory:
             self._used_bytes[about] = used
         else:
             self._used_bytes.pop(about, None)
-
-    def remember_gone(self, name: StorageKey, gone: Gone) -> None:
-        """Remember why a block is not stored any more."""
-        self._gone[name] = gone
-        self._gone.move_to_end(name)
-        if len(self._gone) > GONE_RECORDS:
-            self._gone.popitem(last=False)
 
     def _count_at_parent(self, entry: BlockEntry, tier: str) -> bool:
         """Count a copy at the parent's entry, made if need be; False if the chain's claims disagree.

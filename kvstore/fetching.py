@@ -102,7 +102,7 @@ class Fetcher:
     def _why_not(self, shelf: Shelf, key: BlockKey) -> MissReason:
         entry = shelf.entries.get(key)
         is_down = entry is not None and entry.fastest is not None
-        return MissReason.UNAVAILABLE if is_down else self._state.directory.why_gone(shelf.name(key))
+        return MissReason.UNAVAILABLE if is_down else self._state.directory.gone.why(shelf.name(key))
 
     def fetch_at_once(
         self, chain: PrefixChain, *, owner: Owner, part: Part | None = None, hints: Hints | None = None

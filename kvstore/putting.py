@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import repeat
 
-from kvstore.directory import BlockEntry, Copy, CopyState, Gone, Shelf
+from kvstore.directory import BlockEntry, Copy, CopyState, Shelf
 from kvstore.errors import InvalidRequest, TierFull
+from kvstore.gone import Gone
 from kvstore.hints import Hints
 from kvstore.keys import BlockKey, PrefixChain
 from kvstore.layout import Part
@@ -418,7 +419,7 @@ class Putter:
         state = self._state
         shelf = state.directory.shelf(chain.namespace, part)
         lent = state.leases.take_all_back(owner, slots)
-        if not self._is_new_run(shelf, chain):
+        if not shelf.are_new(chain):
             return self._file_all(shelf, chain, slots, checksums, lent)
         state.afterwards.do(partial(self._publish_run, shelf, chain, slots, checksums))
         return Published(len(slots), 0)
@@ -434,7 +435,7 @@ class Putter:
         """File blocks in slots that were taken back; what cannot be is freed."""
         state = self._state
         is_all = all(lent is not None and lent.entry is None and not lent.is_overdue for lent in all_lent)
-        if is_all and self._is_new_run(shelf, chain):
+        if is_all and shelf.are_new(chain):
             return self._publish_run(shelf, chain, slots, checksums)
         stored: list[BlockEntry] = []
         unused: list[Slot] = []
@@ -460,11 +461,13 @@ class Putter:
         state.freed.set()
         return Published(len(stored), num_late)
 
-    def _is_new_run(self, shelf: Shelf, chain: PrefixChain) -> bool:
-        """Whether no block of a chain is known, nor its first one's parent among them."""
-        if shelf.is_stale or not chain.keys or not shelf.entries.keys().isdisjoint(chain.keys):
-            return False
-        return chain.parent is None or chain.parent not in chain.keys
+    def are_new(self, chain: PrefixChain, part: Part | None) -> bool:
+        """As ``Shelf.are_new``, so that the blocks can be published as a run.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        return self._state.directory.shelf(chain.namespace, part).are_new(chain)
 
     def _publish_run(
         self, shelf: Shelf, chain: PrefixChain, slots: Sequence[Slot], checksums: Sequence[int]
@@ -564,7 +567,7 @@ class Putter:
         """Remember why blocks of a put are not stored."""
         state = self._state
         for key, reason in zip(keys, reasons, strict=True):
-            state.directory.remember_gone(shelf.name(key), Gone(reason, state.top.name, state.clock()))
+            state.directory.gone.remember(shelf.name(key), Gone(reason, state.top.name, state.clock()))
 
     def _touch(self, shelf: Shelf, chain: PrefixChain, hint: Hint) -> None:
         entries, now_s = shelf.entries, self._state.clock()

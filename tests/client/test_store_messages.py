@@ -7,12 +7,12 @@ import pytest
 
 from kvstore.errors import ProtocolMismatch
 from kvstore.keys import BlockKey, NamespaceDigest, PrefixChain
-from kvstore.messages import ChainRef, Commit, FilledSlot, Store, Stored, decode_answer, decode_request
+from kvstore.messages import ChainRef, Commit, FilledSlots, Store, Stored, decode_answer, decode_request
 from kvstore.wire import MAX_KEYS, Frame
 
 _KEYS = (BlockKey(b"\x01" * 32), BlockKey(b"\x02" * 32))
 _CHAIN = ChainRef(PrefixChain(NamespaceDigest(bytes(range(32))), _KEYS, 16))
-_FILLED = Store(_CHAIN, (FilledSlot(4096, 1, 2), FilledSlot(8192, 3, 4)), 2).to_wire()
+_FILLED = Store(_CHAIN, FilledSlots((4096, 8192), (1, 3), (2, 4)), 2).to_wire()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from kvstore.checksum import checksum
 from kvstore.client_slots import ClientSlots
 from kvstore.hints import Hints
-from kvstore.messages import ChainRef, Commit, FilledSlot, Store, WrittenSlot
+from kvstore.messages import ChainRef, Commit, FilledSlots, Store, WrittenSlot
 from kvstore.miss import MissReason
 from kvstore.tier import Slot
 from kvstore.wire import AHEAD_BYTES
@@ -162,7 +162,7 @@ async def test_slots_at_hand_are_lent_anew_before_much_of_their_time_is_over(mon
         slots = ClientSlots(store.manager, store.owner)
         answer = commit_blocks(store.manager, slots, 0, 4)
         for number in range(1, 4):
-            filled = tuple(FilledSlot(*slot, checksum(bytes(BLOCK_BYTES))) for slot in answer.slots)
+            filled = FilledSlots(*zip(*answer.slots, strict=True), (checksum(bytes(BLOCK_BYTES)),) * 4)
             answer = slots.store_at_once(Store(ChainRef(chain(1000 * number, 4)), filled, 4))
         assert store.manager.stats()["lent_ahead_bytes"] == 8 * BLOCK_BYTES
 
