@@ -4,11 +4,10 @@ What needs no I/O has a form that answers at once, so that a server need not mak
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
 
-from kvstore.directory import BlockEntry, Shelf
+from kvstore.directory import BlockEntry, Shelf, leading_values
 from kvstore.errors import KVStoreError
 from kvstore.granting import Granter, ReadyCopies
 from kvstore.hints import Hints
@@ -66,19 +65,18 @@ class Fetcher:
         self._note_match(shelf, chain, len(tiers))
         return self._matched(chain, tiers, reason)
 
-    def _matched(self, chain: PrefixChain, tiers: list[str], reason: MissReason | None) -> PrefixMatch:
+    def _matched(self, chain: PrefixChain, tiers: Sequence[str], reason: MissReason | None) -> PrefixMatch:
         self._state.counters.match.count(len(chain.keys), tiers, reason, block_tokens=chain.block_tokens)
         return PrefixMatch(len(tiers), tuple(tiers), reason)
 
-    def _leading_tiers(self, shelf: Shelf, chain: PrefixChain) -> list[str]:
+    def _leading_tiers(self, shelf: Shelf, chain: PrefixChain) -> Sequence[str]:
         """The tier of each leading block whose fastest certain copy is within reach."""
-        fastest = list(map(shelf.fastest.get, chain.keys))
-        stop = fastest.index(None) if None in fastest else len(fastest)
+        fastest = leading_values(shelf.fastest, chain.keys)
         down = self._state.down_tiers()
         if down:
-            stop = next((at for at in range(stop) if fastest[at] in down), stop)
-        del fastest[stop:]
-        return cast("list[str]", fastest)  # what was None has been cut off
+            stop = next((at for at, tier in enumerate(fastest) if tier in down), len(fastest))
+            return fastest[:stop]
+        return fastest
 
     def _walk(self, shelf: Shelf, chain: PrefixChain, probed: Probed) -> tuple[list[str], MissReason | None]:
         """The tier of each leading block, and why the one after them is not stored."""
@@ -266,11 +264,8 @@ class Fetcher:
         shelf = self._state.directory.shelf(chain.namespace, part)
         if shelf.is_stale:
             return None
-        top, get = self._state.top.name, shelf.entries.get
-        entries: list[BlockEntry] = []
-        for key in chain.keys:
-            entry = get(key)
-            if entry is None or entry.fastest != top:
-                return None
-            entries.append(entry)
-        return entries
+        entries = leading_values(shelf.entries, chain.keys)
+        tiers = [entry.fastest for entry in entries]
+        if tiers.count(self._state.top.name) < len(chain.keys):
+            return None
+        return list(entries)
