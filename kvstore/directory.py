@@ -10,11 +10,8 @@ import enum
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import repeat
-from operator import itemgetter
 from types import MappingProxyType
-from typing import TypeVar, cast
+from typing import cast
 from weakref import WeakValueDictionary
 
 from kvstore.changes import CopyChanges
@@ -24,8 +21,6 @@ from kvstore.keys import BlockKey, Namespace, NamespaceDigest, PrefixChain
 from kvstore.layout import Part
 from kvstore.miss import MissReason
 from kvstore.tier import BlockHeader, BlockId, Listing, ReadOutcome, ReadRequest, Slot, StorageKey
-
-T = TypeVar("T")
 
 MAX_NAMESPACES = 4096
 """How many open namespaces are remembered before empty ones are forgotten."""
@@ -169,18 +164,29 @@ class Shelf:
         return cast("list[StorageKey]", [key + end for key in keys])  # a NewType each would cost a call each
 
 
-def leading_values(known: Mapping[BlockKey, T], keys: Sequence[BlockKey]) -> tuple[T, ...]:
-    """Return what is known of the leading keys, up to the first of which nothing is.
+def _new_run(
+    shelf: Shelf,
+    blocks: Iterable[tuple[BlockKey, StorageKey, Copy]],
+    parent: BlockKey,
+    *,
+    depth: int,
+    tier: str,
+) -> list[BlockEntry]:
+    """Return new entries of a run of a chain, each with one copy.
 
-    Of many keys in two thirds of the time of a look-up after the other (measured: 6250 of them, 2 cores).
+    Of thousands a second: to set each attribute here takes half of the time that ``BlockEntry`` takes.
     """
-    if len(keys) < 2:
-        return tuple([known[key] for key in keys if key in known])
-    try:
-        values: tuple[T, ...] = itemgetter(*keys)(known)
-        return values
-    except KeyError as error:
-        return leading_values(known, keys[: keys.index(error.args[0])])
+    new, run = object.__new__, list[BlockEntry]()
+    for key, name, copy in blocks:
+        entry = new(BlockEntry)
+        entry.shelf, entry.key, entry.name, entry.parent, entry.depth = shelf, key, name, parent, depth
+        entry.copies = {tier: copy}
+        entry.leases = entry.holds = 0
+        entry.loading, entry.loading_origin = None, ""
+        entry.children, entry.fastest, entry.refused_by = NO_CHILDREN, tier, ()
+        run.append(entry)
+        parent, depth = key, depth + 1
+    return run
 
 
 class Directory:
@@ -400,21 +406,11 @@ class Directory:
 
         All ``copies`` say that they are counted.
         """
-        names, num_blocks = shelf.names(keys), len(keys)
-        # Of thousands a second: what can be is done once for all of them, or by map.
-        run = list(
-            map(
-                partial(BlockEntry, shelf),
-                keys,
-                names,
-                (parent, *keys[:-1]),
-                range(depth, depth + num_blocks),
-                [{tier: copy} for copy in copies],
-                *map(repeat, (0, 0, None, "")),
-                (*repeat(self._only_child[tier], num_blocks - 1), NO_CHILDREN),
-                repeat(tier),
-            )
-        )
+        names = shelf.names(keys)
+        run = _new_run(shelf, zip(keys, names, copies, strict=True), parent, depth=depth, tier=tier)
+        only_child = self._only_child[tier]
+        for entry in run[:-1]:
+            entry.children = only_child
         shelf.entries.update(zip(keys, run, strict=True))
         self._by_name.update(zip(names, run, strict=True))
         shelf.fastest.update(dict.fromkeys(keys, tier))
