@@ -128,7 +128,7 @@ class ClientSlots:
         ((first, slots, checksums),) = pieces
         chain = about.chain if len(slots) == len(request.slots) else about.chain[first : first + len(slots)]
         published = self._putter.publish_soon(
-            chain, slots, owner=self._owner, checksums=checksums, part=about.part
+            chain, slots, owner=self._owner, checksums=checksums, part=about.part, names=found.names
         )
         answer = self._stored(request, found, published)
         wanted = (_lot_of(about), request.ahead)
@@ -142,7 +142,7 @@ class ClientSlots:
         num_blocks = len(chain.keys)
         if num_blocks <= COMMIT_SLICE_BLOCKS:
             return True
-        return num_blocks <= _NEW_SLICE_BLOCKS and self._putter.are_new(chain, part)
+        return num_blocks <= _NEW_SLICE_BLOCKS and self._ahead.are_new(chain, part)
 
     async def store(self, request: Store) -> Stored:
         """Store what the client wrote into slots lent ahead, as far as it is not stored and worth its room.

@@ -395,18 +395,17 @@ class Directory:
     def file_run(
         self,
         shelf: Shelf,
-        keys: Sequence[BlockKey],
-        parent: BlockKey,
+        chain: PrefixChain,
+        names: Sequence[StorageKey],
         *,
-        depth: int,
         tier: str,
         copies: Sequence[Copy],
     ) -> list[BlockEntry]:
-        """As ``file``, of a run of a chain none of whose blocks has an entry; ``parent`` is before it.
+        """As ``file``, of a run of a chain none of whose blocks has an entry, called by their ``names``.
 
         All ``copies`` say that they are counted.
         """
-        names = shelf.names(keys)
+        keys, parent, depth = chain.keys, chain.parent or BlockKey(chain.namespace), chain.start
         run = _new_run(shelf, zip(keys, names, copies, strict=True), parent, depth=depth, tier=tier)
         only_child = self._only_child[tier]
         for entry in run[:-1]:

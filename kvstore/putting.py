@@ -24,7 +24,7 @@ from kvstore.results import Admitted, Owner, Published, Reserved, ReservedSlot
 from kvstore.slots_ahead import SlotsAhead
 from kvstore.space import Space
 from kvstore.state import State, WriteMode
-from kvstore.tier import Slot
+from kvstore.tier import Slot, StorageKey
 
 PUT_SLICE_BLOCKS = 1024
 """Most blocks reserved at once: what a client asks for at once too, so that they compete as one request's."""
@@ -279,11 +279,11 @@ class Putter:
         offer = self._offer(shelf, chain, missing[:within], hint)
         worth = self._space.admit_below_high_water(offer, is_taken=True) if within else 0
         if worth == len(missing):
-            return Admitted(missing, worth)
+            return Admitted(missing, worth, names=offer.blocks)
         reasons = [MissReason.NOT_ADMITTED] * (within - worth) + [MissReason.QUOTA] * (len(missing) - within)
         self._note_dropped(shelf, [chain.keys[index] for index in missing[worth:]], reasons)
         self._note_refused(offer, worth)
-        return Admitted(missing, worth, reasons[0])
+        return Admitted(missing, worth, reasons[0], offer.blocks[:worth])
 
     def lend_ahead(
         self, chain: PrefixChain, part: Part | None, count: int, *, owner: Owner
@@ -414,14 +414,15 @@ class Putter:
         owner: Owner,
         checksums: Sequence[int],
         part: Part | None,
+        names: Sequence[StorageKey],
     ) -> Published:
-        """As ``publish``, of slots that are lent for such blocks; new ones are filed behind the answer."""
+        """As ``publish``, of slots lent for blocks so named; new ones are filed behind the answer."""
         state = self._state
         shelf = state.directory.shelf(chain.namespace, part)
         lent = state.leases.take_all_back(owner, slots)
         if not shelf.are_new(chain):
             return self._file_all(shelf, chain, slots, checksums, lent)
-        state.afterwards.do(partial(self._publish_run, shelf, chain, slots, checksums))
+        state.afterwards.do(partial(self._publish_run, shelf, chain, slots, checksums, names))
         return Published(len(slots), 0)
 
     def _file_all(
@@ -436,7 +437,7 @@ class Putter:
         state = self._state
         is_all = all(lent is not None and lent.entry is None and not lent.is_overdue for lent in all_lent)
         if is_all and shelf.are_new(chain):
-            return self._publish_run(shelf, chain, slots, checksums)
+            return self._publish_run(shelf, chain, slots, checksums, shelf.names(chain.keys))
         stored: list[BlockEntry] = []
         unused: list[Slot] = []
         copies: list[Copy] = []
@@ -461,26 +462,20 @@ class Putter:
         state.freed.set()
         return Published(len(stored), num_late)
 
-    def are_new(self, chain: PrefixChain, part: Part | None) -> bool:
-        """As ``Shelf.are_new``, so that the blocks can be published as a run.
-
-        Raises:
-            InvalidRequest: the namespace is not open.
-        """
-        return self._state.directory.shelf(chain.namespace, part).are_new(chain)
-
     def _publish_run(
-        self, shelf: Shelf, chain: PrefixChain, slots: Sequence[Slot], checksums: Sequence[int]
+        self,
+        shelf: Shelf,
+        chain: PrefixChain,
+        slots: Sequence[Slot],
+        checksums: Sequence[int],
+        names: Sequence[StorageKey],
     ) -> Published:
         """Publish blocks none of which is known, in slots that were taken back."""
         state, ready = self._state, CopyState.READY
         generations = state.top.generations(slots)
         # Of thousands a second: all but the first are counted at their parents, which come with them.
         copies = list(map(Copy, repeat(ready), slots, checksums, repeat(True), generations))
-        parent = chain.parent or BlockKey(chain.namespace)
-        run = state.directory.file_run(
-            shelf, chain.keys, parent, depth=chain.start, tier=state.top.name, copies=copies
-        )
+        run = state.directory.file_run(shelf, chain, names, tier=state.top.name, copies=copies)
         state.afterwards.do(partial(self._note_stored, shelf, run, num_others=0))
         state.freed.set()
         return Published(len(run), 0)
