@@ -22,6 +22,7 @@ from kvstore.checksum import (
     checksum,
     copy_array_with_checksum,
     copy_array_with_source_checksum,
+    copy_arrays_in,
     copy_bytes,
     copy_small_in,
     copy_small_out,
@@ -313,6 +314,8 @@ def _write_group(
         return copy_small_in(memory, offsets[:good], payloads[:good], length_bytes)
     targets = arena.slot_arrays(offsets, length_bytes)
     good = _num_equal(arena.generations(offsets), generations)
+    if length_bytes <= SOURCE_STEP_BYTES and not is_summed:
+        return copy_arrays_in(targets[:good], payloads[:good])
     digests: list[int] = []
     for at in range(good):
         digest = _write_slot(arena, places, at, targets[at], payloads[at], should_stop, ahead)
