@@ -26,7 +26,6 @@ from kvstore.message_fields import (
     U64,
     EmptyMessage,
     TierNames,
-    UnusedSlot,
     Values,
     byte_string,
     check_positions,
@@ -240,15 +239,15 @@ class Stored:
     """Answer to Store, and to a Commit that wants slots ahead: how many blocks were stored.
 
     ``outcomes`` has a `StoreOutcome` for each block of a Store; it is empty if all were stored, and for a
-    Commit. ``reason`` says why the first dropped one was. ``slots`` are lent for the next put, for
-    ``lent_us`` microseconds: all that were wanted, or none.
+    Commit. ``reason`` says why the first dropped one was. ``slots``, as offsets and generations, are
+    lent for the next put, for ``lent_us`` microseconds: all that were wanted, or none.
     """
 
     KIND: ClassVar[int] = 0x800F
     stored: int
     outcomes: bytes = b""
     reason: MissReason | None = None
-    slots: tuple[UnusedSlot, ...] = ()
+    slots: tuple[tuple[int, int], ...] = ()
     lent_us: int = 0
 
     def to_wire(self) -> Values:

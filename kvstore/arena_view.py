@@ -34,6 +34,9 @@ INSTANCE_BYTES = 16
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Seals every arena carries: its size is final."""
 
+_MANY_SLOTS = 64
+"""From so many on NumPy looks up their generations sooner than a loop does: measured, 2 cores."""
+
 _MAGIC = b"KVARENA\0"
 _VERSION = 1
 _HEADER = struct.Struct("<8sIIQQQQ16s")
@@ -121,6 +124,7 @@ class ArenaView:
         first = arena_format.generations_offset
         table = self._bytes[first : first + self._num_pages * GENERATION_BYTES]
         self._generations: memoryview | None = table.cast("I")
+        self._all_generations = np.frombuffer(self._generations, np.uint32)
         self._is_writable = is_writable
 
     @classmethod
@@ -232,10 +236,13 @@ class ArenaView:
 
     def generations(self, offsets: Sequence[int]) -> list[int]:
         """Return the generation of the slot at each of several offsets, which are those of slots."""
-        table, start = self._generations, self._slots_offset
+        array, table, start = self._all_generations, self._generations, self._slots_offset
         if table is None:
             raise InvalidRequest("arena: the view is closed")
-        return [table[(offset - start) // ALIGNMENT_BYTES] for offset in offsets]
+        if len(offsets) < _MANY_SLOTS:
+            return [table[(offset - start) // ALIGNMENT_BYTES] for offset in offsets]
+        found: list[int] = array[self._pages(offsets)].tolist()
+        return found
 
     def advance_generation(self, offset: int) -> int:
         """Raise the generation of the slot at ``offset`` by one (modulo 2**32) and return it."""
@@ -248,10 +255,13 @@ class ArenaView:
         return raised
 
     def advance_generations(self, offsets: Sequence[int]) -> None:
-        """As ``advance_generation``, of several slots."""
+        """As ``advance_generation``, of several slots, each once."""
         table, start = self._generations, self._slots_offset
         assert table is not None, "arena: the view is closed"
         assert self._is_writable, "arena: not mapped writable"
+        if len(offsets) >= _MANY_SLOTS:
+            self._all_generations[self._pages(offsets)] += 1
+            return
         for offset in offsets:
             page = (offset - start) // ALIGNMENT_BYTES
             table[page] = (table[page] + 1) & 0xFFFF_FFFF
@@ -259,6 +269,7 @@ class ArenaView:
     def close(self) -> None:
         """Let go of the mapping; it goes when the last view that a caller kept is dropped. Idempotent."""
         self._array = self._generations = None
+        self._all_generations = np.zeros(0, np.uint32)
         view, self._bytes = self._bytes, None
         if view is None:
             return
@@ -278,6 +289,9 @@ class ArenaView:
                 f"arena: slot at {offset} of {length_bytes} bytes lies outside "
                 f"{self._slots_offset}..{self._total_bytes}"
             )
+
+    def _pages(self, offsets: Sequence[int]) -> npt.NDArray[np.int64]:
+        return (np.array(offsets, np.int64) - self._slots_offset) // ALIGNMENT_BYTES
 
     def _page(self, offset: int) -> int:
         page, rest = divmod(offset - self._slots_offset, ALIGNMENT_BYTES)

@@ -145,6 +145,17 @@ def copy_small_in(
     return digests
 
 
+def copy_arrays_in(
+    targets: Sequence[npt.NDArray[np.uint8]], origins: Sequence[npt.NDArray[np.uint8]]
+) -> list[int]:
+    """Copy flat arrays of one length, each in one step; returns the xxh3-64 of each source."""
+    digests: list[int] = []
+    for target, origin in zip(targets, origins, strict=True):
+        copy_bytes(target, origin)
+        digests.append(xxhash.xxh3_64_intdigest(origin))  # type: ignore[arg-type]  # takes any buffer
+    return digests
+
+
 def copy_small_out(
     targets: Sequence[npt.NDArray[np.uint8]],
     memory: memoryview,

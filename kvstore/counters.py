@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.miss import MissReason
@@ -49,7 +49,7 @@ class LookupCounters:
     misses_tokens: Counter[str] = field(default_factory=Counter)
 
     def count(
-        self, num_blocks: int, origins: list[str], reason: MissReason | None, *, block_tokens: int
+        self, num_blocks: int, origins: Sequence[str], reason: MissReason | None, *, block_tokens: int
     ) -> None:
         """Count one request for ``num_blocks`` blocks whose leading blocks came from ``origins``."""
         if origins and origins.count(origins[0]) == num_blocks:  # much cheaper than to count each

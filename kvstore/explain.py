@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from kvstore.directory import BlockEntry, Gone, Shelf
+from kvstore.directory import BlockEntry, Shelf
+from kvstore.gone import Gone
 from kvstore.keys import BlockKey, PrefixChain
 from kvstore.miss import MissReason
 from kvstore.results import BlockReport
@@ -34,7 +35,7 @@ def explain(
         if not tiers or shelf.is_stale:
             reason = MissReason.OTHER_EPOCH if shelf.is_stale else _why(state, shelf, key, unknown.get(key))
         siblings = 0 if is_behind or reason is None else _siblings(shelf, chain, index)
-        gone = state.directory.gone(shelf.name(key)) if not tiers else None
+        gone = state.directory.gone.get(shelf.name(key)) if not tiers else None
         report = BlockReport(
             index=chain.start + index,
             key=key,
@@ -58,7 +59,7 @@ def _why(state: State, shelf: Shelf, key: BlockKey, trouble: MissReason | None) 
     entry = shelf.entries.get(key)
     if trouble is None and entry is not None and entry.fastest is not None:
         return MissReason.UNAVAILABLE  # in a tier that is down
-    return trouble or state.directory.why_gone(shelf.name(key))
+    return trouble or state.directory.gone.why(shelf.name(key))
 
 
 def _siblings(shelf: Shelf, chain: PrefixChain, index: int) -> int:

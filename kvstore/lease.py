@@ -12,8 +12,9 @@ another block its bytes would change under those who read them in place.
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from kvstore.directory import BlockEntry
 from kvstore.keys import NamespaceDigest
@@ -32,11 +33,12 @@ class Lease:
     deadline_s: float
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class LentSlot:
-    """A slot in an owner's hands. ``entry`` is set, and leased, once the slot is published as that block.
+    """How a slot is in an owner's hands; it is replaced and never changed: slots lent together share one.
 
-    One that is overdue cannot be published any more. ``is_ahead``: it was lent for a put to come.
+    ``entry`` is set, and leased, once the slot is published as that block. One that is overdue cannot be
+    published any more. ``is_ahead``: it was lent for a put to come.
     """
 
     owner: Owner
@@ -45,6 +47,11 @@ class LentSlot:
     entry: BlockEntry | None = None
     is_overdue: bool = False
     is_ahead: bool = False
+
+    @property
+    def may_be_published(self) -> bool:
+        """Whether it has no name yet, and is in time."""
+        return self.entry is None and not self.is_overdue
 
 
 @dataclass(slots=True)
@@ -143,9 +150,8 @@ class LeaseTable:
     ) -> None:
         """Put unnamed slots into an owner's hands; with ``is_ahead`` for a put to come."""
         holdings = self._owners[owner]
-        held = holdings.slots
-        for slot in slots:
-            held[slot] = LentSlot(owner, deadline_s, length_bytes, None, False, is_ahead)
+        lent = LentSlot(owner, deadline_s, length_bytes, None, False, is_ahead)
+        holdings.slots.update(dict.fromkeys(slots, lent))
         ahead_bytes = len(slots) * slot_bytes(length_bytes) if is_ahead else 0
         self._count_unnamed(holdings, len(slots), len(slots) * length_bytes, ahead_bytes)
         if slots:
@@ -161,7 +167,9 @@ class LeaseTable:
         """Tie a lent slot to the block it now holds; the owner keeps a lease on that block."""
         holdings = self._owners[owner]
         lent = holdings.slots[slot]
-        lent.entry = entry
+        holdings.slots[slot] = LentSlot(
+            owner, lent.deadline_s, lent.length_bytes, entry, lent.is_overdue, lent.is_ahead
+        )
         ahead_bytes = slot_bytes(lent.length_bytes) if lent.is_ahead else 0
         self._count_unnamed(holdings, -1, -lent.length_bytes, -ahead_bytes)
         self._count_up(entry)
@@ -171,8 +179,8 @@ class LeaseTable:
         holdings = self._owners.get(owner)
         if holdings is None:
             return False
-        for lent in map(holdings.slots.get, slots):
-            if lent is None or lent.is_overdue or lent.entry is not None or lent.length_bytes != length_bytes:
+        for lent in set(map(holdings.slots.get, slots)):
+            if lent is None or not lent.may_be_published or lent.length_bytes != length_bytes:
                 return False
         return True
 
@@ -187,18 +195,18 @@ class LeaseTable:
             return [None] * len(slots)
         taken = list(map(holdings.slots.pop, slots, itertools.repeat(None)))
         num_slots = num_bytes = ahead_bytes = 0
-        for lent in taken:
+        for lent, num_alike in _alike(taken):
             if lent is None:
                 continue
             if lent.is_overdue:
-                self._num_overdue -= 1
+                self._num_overdue -= num_alike
             if lent.entry is not None:
-                self._count_down(lent.entry)
+                self._count_down(lent.entry)  # what has a name is alone with it
                 continue
-            num_slots += 1
-            num_bytes += lent.length_bytes
+            num_slots += num_alike
+            num_bytes += num_alike * lent.length_bytes
             if lent.is_ahead:
-                ahead_bytes += slot_bytes(lent.length_bytes)
+                ahead_bytes += num_alike * slot_bytes(lent.length_bytes)
         self._count_unnamed(holdings, -num_slots, -num_bytes, -ahead_bytes)
         return taken
 
@@ -240,14 +248,16 @@ class LeaseTable:
         holdings = self._owners.get(owner)
         entries: list[BlockEntry] = []
         num_overdue = 0
-        for slot, lent in list(holdings.slots.items()) if holdings else ():
+        if holdings is None:
+            return entries, num_overdue
+        for slot, lent in list(holdings.slots.items()):
             if lent.deadline_s > now_s or lent.is_overdue:
                 continue
             if lent.entry is not None:
                 self.take_back(owner, slot)
                 entries.append(lent.entry)
             else:
-                lent.is_overdue = True
+                holdings.slots[slot] = replace(lent, is_overdue=True)
                 num_overdue += 1
         self._num_overdue += num_overdue
         return entries, num_overdue
@@ -374,3 +384,10 @@ class LeaseTable:
         return holdings is not None and any(
             lent.deadline_s == deadline_s and not lent.is_overdue for lent in holdings.slots.values()
         )
+
+
+def _alike(taken: Sequence[LentSlot | None]) -> Iterable[tuple[LentSlot | None, int]]:
+    """Return how many there are of each."""
+    if taken and taken.count(taken[0]) == len(taken):
+        return ((taken[0], len(taken)),)
+    return Counter(taken).items()

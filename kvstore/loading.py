@@ -12,7 +12,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvstore.directory import BlockEntry, Copy, CopyState, Gone, Shelf
+from kvstore.directory import BlockEntry, Copy, CopyState, Shelf
+from kvstore.gone import Gone
 from kvstore.keys import BlockKey, PrefixChain
 from kvstore.log_limit import LimitedWarning
 from kvstore.miss import MissReason
@@ -361,7 +362,7 @@ class Loader:
             state.forget_belief(entry.name, source.name)
             if source.is_shared:
                 gone = Gone(_miss_reason(outcome), source.name, state.clock())
-                state.directory.remember_gone(entry.name, gone)
+                state.directory.gone.remember(entry.name, gone)
         if is_gone and entry.is_ready(source.name):
             state.forget_copy(entry, source.name, _miss_reason(outcome))
         if status in (ReadStatus.CORRUPT, ReadStatus.MISMATCH):

@@ -31,7 +31,7 @@ from kvstore.messages import (
     Count,
     Failed,
     FailureCode,
-    FilledSlot,
+    FilledSlots,
     LentSlot,
     ReturnSlots,
     Store,
@@ -83,7 +83,7 @@ def put_at_once(link: Link, put: Put, tally: PutTally, deadline_s: float) -> boo
         if len(filled) < count:
             return False
         ahead, asked_s = stock.wanted(put.length_bytes, count), stock.clock()
-        answer = link.ask(Store(put.about, tuple(filled), ahead, put.hints), deadline_s)
+        answer = link.ask(Store(put.about, filled, ahead, put.hints), deadline_s)
         if isinstance(answer, Failed) and answer.code is FailureCode.NAMESPACE_NOT_OPEN:
             return False
         stored = answer_of(answer, Store, Stored)
@@ -114,20 +114,20 @@ def put_plan(session: Session, put: Put, tally: PutTally) -> Plan[None]:
 
 
 def _put_at_once(
-    session: Session, stock: Stock, slots: list[UnusedSlot], put: Put, tally: PutTally
+    session: Session, stock: Stock, slots: list[tuple[int, int]], put: Put, tally: PutTally
 ) -> Plan[bool]:
     """Write blocks into slots lent ahead, and have them stored; False if they could not all be written."""
     unused = slots
     try:
         copy = partial(fill_slots, session.writing_arena(), slots, put.payloads, expected=put.checksums)
-        filled: list[FilledSlot] = yield Work(copy, put.length_bytes * len(slots))
+        filled: FilledSlots = yield Work(copy, put.length_bytes * len(slots))
         if len(filled) < len(slots):
             if session.remaining_s() <= 0:
                 tally.note_reason(MissReason.TIMED_OUT)
                 return True
             return False
         ahead, asked_s = stock.wanted(put.length_bytes, len(slots)), stock.clock()
-        answer = yield from ask_for(Store(put.about, tuple(filled), ahead, put.hints), Stored)
+        answer = yield from ask_for(Store(put.about, filled, ahead, put.hints), Stored)
         unused = []
         _note_stored(stock, put, answer, tally, ahead=ahead, asked_s=asked_s)
         return True

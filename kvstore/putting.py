@@ -7,9 +7,11 @@ complete in itself, and between two slices others have their turn.
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
 
-from kvstore.directory import BlockEntry, Copy, CopyState, Gone, Shelf
+from kvstore.directory import BlockEntry, Copy, CopyState, Shelf
 from kvstore.errors import InvalidRequest, TierFull
+from kvstore.gone import Gone
 from kvstore.hints import Hints
 from kvstore.keys import BlockKey, PrefixChain
 from kvstore.layout import Part
@@ -22,7 +24,7 @@ from kvstore.results import Admitted, Owner, Published, Reserved, ReservedSlot
 from kvstore.slots_ahead import SlotsAhead
 from kvstore.space import Space
 from kvstore.state import State, WriteMode
-from kvstore.tier import Slot
+from kvstore.tier import Slot, StorageKey
 
 PUT_SLICE_BLOCKS = 1024
 """Most blocks reserved at once: what a client asks for at once too, so that they compete as one request's."""
@@ -164,8 +166,9 @@ class Putter:
         """Offer blocks of a put to the policies: they are one request's, and compete with what is stored."""
         first = missing[0] if missing else 0
         parent = chain.keys[first - 1] if first else chain.parent
+        is_all = len(missing) == len(chain.keys)
         offer = Offer(
-            [shelf.name(chain.keys[index]) for index in missing],
+            shelf.names(chain.keys if is_all else [chain.keys[index] for index in missing]),
             shelf.length_bytes,
             None if parent is None else shelf.name(parent),
             hint,
@@ -269,11 +272,11 @@ class Putter:
         offer = self._offer(shelf, chain, missing[:within], hint)
         worth = self._space.admit_below_high_water(offer, is_taken=True) if within else 0
         if worth == len(missing):
-            return Admitted(missing, worth)
+            return Admitted(missing, worth, names=offer.blocks)
         reasons = [MissReason.NOT_ADMITTED] * (within - worth) + [MissReason.QUOTA] * (len(missing) - within)
         self._note_dropped(shelf, [chain.keys[index] for index in missing[worth:]], reasons)
         self._note_refused(offer, worth)
-        return Admitted(missing, worth, reasons[0])
+        return Admitted(missing, worth, reasons[0], offer.blocks[:worth])
 
     def lend_ahead(
         self, chain: PrefixChain, part: Part | None, count: int, *, owner: Owner
@@ -403,14 +406,15 @@ class Putter:
         owner: Owner,
         checksums: Sequence[int],
         part: Part | None,
+        names: Sequence[StorageKey],
     ) -> Published:
-        """As ``publish``, of slots that are lent for such blocks; new ones are filed behind the answer."""
+        """As ``publish``, of slots lent for blocks so named; new ones are filed behind the answer."""
         state = self._state
         shelf = state.directory.shelf(chain.namespace, part)
         lent = state.leases.take_all_back(owner, slots)
-        if not self._is_new_run(shelf, chain):
+        if not shelf.are_new(chain):
             return self._file_all(shelf, chain, slots, checksums, lent)
-        state.afterwards.do(partial(self._publish_run, shelf, chain, slots, checksums))
+        state.afterwards.do(partial(self._publish_run, shelf, chain, slots, checksums, names))
         return Published(len(slots), 0)
 
     def _file_all(
@@ -424,8 +428,8 @@ class Putter:
         """File blocks in slots that were taken back; what cannot be is freed."""
         state = self._state
         is_all = all(lent is not None and lent.entry is None and not lent.is_overdue for lent in all_lent)
-        if is_all and self._is_new_run(shelf, chain):
-            return self._publish_run(shelf, chain, slots, checksums)
+        if is_all and shelf.are_new(chain):
+            return self._publish_run(shelf, chain, slots, checksums, shelf.names(chain.keys))
         stored: list[BlockEntry] = []
         unused: list[Slot] = []
         copies: list[Copy] = []
@@ -450,26 +454,20 @@ class Putter:
         state.freed.set()
         return Published(len(stored), num_late)
 
-    def _is_new_run(self, shelf: Shelf, chain: PrefixChain) -> bool:
-        """Whether no block of a chain is known, nor its first one's parent among them."""
-        if shelf.is_stale or not chain.keys or not shelf.entries.keys().isdisjoint(chain.keys):
-            return False
-        return chain.parent not in chain.keys
-
     def _publish_run(
-        self, shelf: Shelf, chain: PrefixChain, slots: Sequence[Slot], checksums: Sequence[int]
+        self,
+        shelf: Shelf,
+        chain: PrefixChain,
+        slots: Sequence[Slot],
+        checksums: Sequence[int],
+        names: Sequence[StorageKey],
     ) -> Published:
         """Publish blocks none of which is known, in slots that were taken back."""
         state, ready = self._state, CopyState.READY
         generations = state.top.generations(slots)
-        copies = [
-            Copy(ready, slot, payload_sum, False, generation)
-            for slot, payload_sum, generation in zip(slots, checksums, generations, strict=True)
-        ]
-        parent = chain.parent or BlockKey(chain.namespace)
-        run = state.directory.file_run(
-            shelf, chain.keys, parent, depth=chain.start, tier=state.top.name, copies=copies
-        )
+        # Of thousands a second: all but the first are counted at their parents, which come with them.
+        copies = list(map(Copy, repeat(ready), slots, checksums, repeat(True), generations))
+        run = state.directory.file_run(shelf, chain, names, tier=state.top.name, copies=copies)
         state.afterwards.do(partial(self._note_stored, shelf, run, num_others=0))
         state.freed.set()
         return Published(len(run), 0)
@@ -556,7 +554,7 @@ class Putter:
         """Remember why blocks of a put are not stored."""
         state = self._state
         for key, reason in zip(keys, reasons, strict=True):
-            state.directory.remember_gone(shelf.name(key), Gone(reason, state.top.name, state.clock()))
+            state.directory.gone.remember(shelf.name(key), Gone(reason, state.top.name, state.clock()))
 
     def _touch(self, shelf: Shelf, chain: PrefixChain, hint: Hint) -> None:
         entries, now_s = shelf.entries, self._state.clock()

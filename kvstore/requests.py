@@ -2,7 +2,7 @@
 
 import struct
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Self, cast
+from typing import ClassVar, NamedTuple, Self
 
 from kvstore.errors import InvalidLayout, InvalidRequest, ProtocolMismatch
 from kvstore.hints import Hints
@@ -16,7 +16,6 @@ from kvstore.message_fields import (
     ChainRequest,
     EmptyMessage,
     KeySet,
-    UnusedSlot,
     Values,
     byte_string,
     check_positions,
@@ -24,14 +23,14 @@ from kvstore.message_fields import (
     hints_from_wire,
     hints_to_wire,
     integer,
-    pack_u64,
+    pack_columns,
     text,
     unused_from_wire,
     unused_to_wire,
 )
 from kvstore.policy_plan import MAX_PLAN_CHARS
 from kvstore.tenant import TenantId
-from kvstore.wire import MAX_KEYS
+from kvstore.wire import MAX_KEYS, WireValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,15 +204,33 @@ class Commit:
         return cls(about, slots, ahead)
 
 
-class FilledSlot(NamedTuple):
-    """A slot that was lent ahead, after writing: where it is, and its bytes' xxh3-64."""
+@dataclass(frozen=True, slots=True)
+class FilledSlots:
+    """Slots that were lent ahead, after writing: where each is, and its bytes' xxh3-64. All are as many.
 
-    offset: int
-    generation: int
-    checksum: int
+    They go from the one who wrote them to the one who files them as columns: no slot costs an object.
+    """
+
+    offsets: tuple[int, ...] = ()
+    generations: tuple[int, ...] = ()
+    checksums: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def to_wire(self) -> bytes:
+        """Return one record per slot."""
+        return pack_columns(self.offsets, self.generations, self.checksums)
+
+    @classmethod
+    def from_wire(cls, value: WireValue, count: int) -> Self:
+        """Return the slots in exactly ``count`` records. Raises ProtocolMismatch for anything else."""
+        size = count * _FILLED_BYTES
+        fields = struct.unpack(f"<{3 * count}Q", byte_string(value, "slots", low=size, high=size))
+        return cls(fields[0::3], fields[1::3], fields[2::3])
 
 
-_FILLED = struct.Struct("<QQQ")
+_FILLED_BYTES = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,15 +243,14 @@ class Store:
 
     KIND: ClassVar[int] = 35
     about: ChainRef
-    slots: tuple[FilledSlot, ...]
+    slots: FilledSlots
     ahead: int = 0
     hints: Hints | None = None
 
     def to_wire(self) -> Values:
         """Return the chain's values, one record per slot, the number, and the hints if there are any."""
-        records = pack_u64(self.slots)
         hints = () if self.hints is None else (hints_to_wire(self.hints),)
-        return (*self.about.to_wire(), records, self.ahead, *hints)
+        return (*self.about.to_wire(), self.slots.to_wire(), self.ahead, *hints)
 
     @classmethod
     def from_wire(cls, values: Values) -> Self:
@@ -245,11 +261,8 @@ class Store:
             values, hints = values[:-1], hints_from_wire(last)
         count_fields(values, ChainRef.FIELDS + 2, "store")
         about = ChainRef.from_wire(values[:-2])
-        size = len(about.chain) * _FILLED.size
-        blob = byte_string(values[-2], "slots", low=size, high=size)
-        # Plain tuples do as well, at half of the time.
-        slots = cast("tuple[FilledSlot, ...]", tuple(_FILLED.iter_unpack(blob)))
-        if len({slot[0] for slot in slots}) < len(slots):
+        slots = FilledSlots.from_wire(values[-2], len(about.chain))
+        if len(set(slots.offsets)) < len(slots):
             raise ProtocolMismatch("message: a slot is named twice")
         return cls(about, slots, integer(values[-1], 0, MAX_KEYS, "slots ahead"), hints)
 
@@ -259,7 +272,7 @@ class ReturnSlots:
     """Give reserved slots back unwritten. Not answered."""
 
     KIND: ClassVar[int] = 8
-    slots: tuple[UnusedSlot, ...]
+    slots: tuple[tuple[int, int], ...]
 
     def to_wire(self) -> Values:
         """Return one record per slot."""

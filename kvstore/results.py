@@ -6,7 +6,7 @@ from typing import NamedTuple, NewType
 
 from kvstore.keys import BlockKey
 from kvstore.miss import MissReason
-from kvstore.tier import Slot
+from kvstore.tier import Slot, StorageKey
 
 LeaseId = NewType("LeaseId", int)
 """Handle of one lease."""
@@ -103,12 +103,13 @@ class Admitted(NamedTuple):
     """What is to become of the blocks of a put whose bytes lie in slots already, by position in its chain.
 
     Those that are neither ``missing`` are stored; the first ``num_admitted`` of ``missing`` may be published.
-    ``reason`` says why the next may not.
+    ``reason`` says why the next may not. ``names`` are those of the blocks that may.
     """
 
     missing: list[int]
     num_admitted: int
     reason: MissReason | None = None
+    names: Sequence[StorageKey] = ()
 
 
 @dataclass(frozen=True, slots=True)

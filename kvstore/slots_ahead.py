@@ -69,6 +69,14 @@ class SlotsAhead:
         length_bytes = self._state.directory.shelf(chain.namespace, part).length_bytes
         return self._state.leases.are_lent(owner, slots, length_bytes)
 
+    def are_new(self, chain: PrefixChain, part: Part | None) -> bool:
+        """Whether all blocks of a chain can be published as a run, since none of them is known.
+
+        Raises:
+            InvalidRequest: the namespace is not open.
+        """
+        return self._state.directory.shelf(chain.namespace, part).are_new(chain)
+
     def now_s(self) -> float:
         """The time by the clock that deadlines of slots are told by."""
         return self._state.clock()

@@ -11,8 +11,9 @@ from kvstore.afterwards import Afterwards
 from kvstore.beliefs import Beliefs
 from kvstore.branches import Branches
 from kvstore.counters import Counters
-from kvstore.directory import BlockEntry, Copy, CopyState, Directory, Gone, Shelf
+from kvstore.directory import BlockEntry, Copy, CopyState, Directory, Shelf
 from kvstore.errors import InvalidRequest
+from kvstore.gone import Gone
 from kvstore.hints import Hints
 from kvstore.idle_work import IdleWork
 from kvstore.keys import NamespaceDigest
@@ -274,8 +275,7 @@ class State:
 
     def publish_top(self, entries: Sequence[BlockEntry], *, is_use: bool) -> None:
         """Tell the policy of entries of one chain whose top copies became READY; is that a use by itself?"""
-        for entry in entries:
-            self.directory.forget_gone(entry.name)
+        self.directory.gone.forget([entry.name for entry in entries])
         self._insert(self.top.name, entries, is_use=is_use)
 
     def list_soon(self, entries: Sequence[BlockEntry]) -> None:

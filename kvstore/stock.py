@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstore.messages import Stored, UnusedSlot
+from kvstore.messages import Stored
 from kvstore.tier import slot_bytes
 from kvstore.wire import AHEAD_BYTES
 
@@ -27,7 +27,7 @@ _USED_PART = 0.5
 class _Lot:
     """Slots for blocks of one length. They are of use until ``until_s``, that of those lent first."""
 
-    slots: list[UnusedSlot]
+    slots: list[tuple[int, int]]
     until_s: float
 
 
@@ -50,7 +50,7 @@ class Stock:
         lot = self._lots.get(length_bytes)
         return lot is not None and len(lot.slots) >= count and not self._meets_present
 
-    def begin_put(self, length_bytes: int, count: int) -> list[UnusedSlot]:
+    def begin_put(self, length_bytes: int, count: int) -> list[tuple[int, int]]:
         """Return slots for a put of ``count`` blocks, which are in the stock no more; none if they do not do.
 
         Whose blocks may be stored already had better ask first, rather than copy them for nothing: after a
@@ -76,7 +76,7 @@ class Stock:
         lot = self._lots.get(length_bytes)
         return max(0, count - (len(lot.slots) if lot else 0))
 
-    def make_room(self, length_bytes: int, count: int) -> list[UnusedSlot]:
+    def make_room(self, length_bytes: int, count: int) -> list[tuple[int, int]]:
         """Return slots to be given back, for other lengths: with them there would be too many."""
         others = [length for length in self._lots if length != length_bytes]
         held = sum(slot_bytes(length) * len(self._lots[length].slots) for length in others)
@@ -98,13 +98,13 @@ class Stock:
         lot.until_s = min(lot.until_s, until_s)
         self.idle_from_s = min(self.idle_from_s, until_s)
 
-    def take_idle(self) -> list[UnusedSlot]:
+    def take_idle(self) -> list[tuple[int, int]]:
         """Return what lay unused for too long, to be given back; it is in the stock no more."""
         now_s = self.clock()
         idle = [length for length, lot in self._lots.items() if now_s >= lot.until_s]
         return [slot for length in idle for slot in self._take_lot(length)]
 
-    def _take_lot(self, length_bytes: int) -> list[UnusedSlot]:
+    def _take_lot(self, length_bytes: int) -> list[tuple[int, int]]:
         slots = self._lots.pop(length_bytes).slots
         self.idle_from_s = min((lot.until_s for lot in self._lots.values()), default=math.inf)
         return slots

@@ -2,6 +2,7 @@
 
 import json
 import random
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from kvstore.messages import (
     Failed,
     FailureCode,
     Fetch,
-    FilledSlot,
+    FilledSlots,
     Flush,
     GetRecord,
     Hello,
@@ -147,8 +148,8 @@ REQUESTS: dict[str, Request] = {
     "reserve": Reserve(_CHAIN, 1),
     "commit": Commit(_CHAIN, (WrittenSlot(0, 4096, 1, 2**64 - 1), WrittenSlot(1, 8192, 3, 4))),
     "commit_ahead": Commit(_CHAIN, (WrittenSlot(1, 8192, 3, 4),), 2),
-    "store": Store(_CHAIN, (FilledSlot(4096, 1, 2**64 - 1), FilledSlot(8192, 3, 4)), 2),
-    "store_hinted": Store(_TAIL, (FilledSlot(4096, 1, 2), FilledSlot(8192, 3, 4)), 0, _HINTS),
+    "store": Store(_CHAIN, FilledSlots((4096, 8192), (1, 3), (2**64 - 1, 4)), 2),
+    "store_hinted": Store(_TAIL, FilledSlots((4096, 8192), (1, 3), (2, 4)), 0, _HINTS),
     "return_slots": ReturnSlots((UnusedSlot(4096, 1),)),
     "prefetch": Prefetch(_CHAIN, 0),
     "drop": Drop(_CHAIN, 0),
@@ -433,6 +434,34 @@ def test_a_chain_whose_keys_begin_alike_is_no_chain_that_names_a_block_twice() -
     alike = ChainRef(PrefixChain(_DIGEST, keys, 16))
 
     assert decode_request(_frame(encode_message(Match(alike, 1), 1))) == Match(alike, 1)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 256, 257, 1024, 1025, 3000])
+def test_keys_arrive_as_they_were_sent_however_many(count: int) -> None:
+    about = ChainRef(PrefixChain(_DIGEST, _many_keys(count), 16))
+
+    assert decode_request(_frame(encode_message(Match(about, 1), 1))) == Match(about, 1)
+
+
+@pytest.mark.parametrize("count", [2, 64, 1024, 1025, 3000])
+def test_of_however_many_keys_no_two_may_be_equal(count: int) -> None:
+    keys = _many_keys(count)
+    twice = ChainRef(PrefixChain(_DIGEST, (*keys[:-1], keys[0]), 16))
+
+    with pytest.raises(InvalidRequest, match="names a block twice"):
+        decode_request(_frame(encode_message(Match(twice, 1), 1)))
+
+
+def test_of_thousands_of_keys_some_may_begin_alike() -> None:
+    keys = _many_keys(3000)
+    alike = BlockKey(keys[0][:16] + bytes(16))
+    about = ChainRef(PrefixChain(_DIGEST, (*keys, alike), 16))
+
+    assert decode_request(_frame(encode_message(Match(about, 1), 1))) == Match(about, 1)
+
+
+def _many_keys(count: int) -> tuple[BlockKey, ...]:
+    return tuple(BlockKey(sha256(number.to_bytes(4, "big")).digest()) for number in range(count))
 
 
 def _decode_all(data: bytes) -> None:

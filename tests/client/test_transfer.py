@@ -17,7 +17,7 @@ from kvstore.checksum import (
     copy_with_source_checksum,
 )
 from kvstore.errors import InvalidRequest
-from kvstore.messages import LentSlot, ReadySlot, UnusedSlot
+from kvstore.messages import FilledSlots, LentSlot, ReadySlot, UnusedSlot
 from kvstore.transfer import ReadEnd, SumsAhead, byte_view, fill_slots, read_slots, write_slots
 
 
@@ -151,7 +151,7 @@ def test_slots_lent_ahead_are_filled_in_order_up_to_the_first_that_changed_hands
 
     filled = fill_slots(arena, slots, payloads, _never)
 
-    assert filled == [(8, 1, checksum(payloads[0])), (0, 1, checksum(payloads[1]))]
+    assert filled == FilledSlots((8, 0), (1, 1), (checksum(payloads[0]), checksum(payloads[1])))
     assert bytes(arena.content[:16]) == bytes(payloads[1]) + bytes(payloads[0])
     assert arena.content[16:] == before
 
@@ -166,8 +166,8 @@ def test_slots_lent_ahead_are_not_stored_from_the_first_payload_on_that_is_not_a
         arena, [UnusedSlot(offset, 1) for offset in (0, 8, 16)], payloads, _never, expected=expected
     )
 
-    assert filled == [(0, 1, expected[0])]
-    assert fill_slots(arena, [], [], _never) == []
+    assert filled == FilledSlots((0,), (1,), (expected[0],))
+    assert fill_slots(arena, [], [], _never) == FilledSlots()
 
 
 class WideArena(FakeArena):

@@ -135,6 +135,37 @@ def test_an_overdue_slot_comes_back_by_hand_or_with_its_owner(table):
     assert table.num_overdue == 0
 
 
+def test_slots_lent_together_go_ways_of_their_own(table):
+    one, owner = entry(), table.new_owner()
+    slots = [Slot(at) for at in range(1, 7)]
+    table.lend(owner, slots, length_bytes=5000, deadline_s=10, is_ahead=True)
+    table.lend(owner, [Slot(9)], length_bytes=5000, deadline_s=20, is_ahead=True)
+    table.publish(owner, Slot(2), one)
+    assert table.expire(15) == ([one], 5)
+    assert table.are_lent(owner, [Slot(9)], 5000)
+    assert not table.are_lent(owner, [Slot(9), Slot(1)], 5000)
+
+    taken = table.take_all_back(owner, [Slot(1), Slot(7), Slot(9), Slot(3)])
+
+    assert [lent and lent.is_overdue for lent in taken] == [True, None, False, True]
+    assert table.num_overdue == 3
+    assert table.ahead_bytes(owner) == table.ahead_bytes() == 3 * 8192
+    assert table.end_owner(owner) == ([], [Slot(4), Slot(5), Slot(6)])
+    assert table.num_kept == table.num_overdue == table.ahead_bytes() == 0
+
+
+def test_a_slot_that_has_a_name_is_lent_on_as_that_block_and_those_beside_it_have_none(table):
+    one, owner = entry(), table.new_owner()
+    table.lend(owner, [Slot(1), Slot(2)], length_bytes=64, deadline_s=10)
+    table.publish(owner, Slot(1), one)
+    assert not table.are_lent(owner, [Slot(1)], 64)
+    assert table.are_lent(owner, [Slot(2)], 64)
+
+    named, unnamed = table.take_all_back(owner, [Slot(1), Slot(2)])
+
+    assert (named.entry, unnamed.entry, one.leases) == (one, None, 0)
+
+
 def test_taking_back_a_slot_of_another_owner_does_nothing(table):
     owner = table.new_owner()
     table.lend(owner, [Slot(1)], length_bytes=64, deadline_s=10)

@@ -6,15 +6,19 @@ import pytest
 from kvstore.checksum import checksum
 from kvstore.client_slots import ClientSlots
 from kvstore.hints import Hints
-from kvstore.messages import ChainRef, Commit, FilledSlot, Store, WrittenSlot
+from kvstore.messages import ChainRef, Commit, FilledSlots, Store, WrittenSlot
 from kvstore.miss import MissReason
-from kvstore.tier import Slot
+from kvstore.tier import BlockId, Slot
 from kvstore.wire import AHEAD_BYTES
 from tests.core.manager_harness import BLOCK_BYTES, SPACE, payload, running
 
 
 def chain(first, blocks):
     return SPACE.chain(range(first, first + 4 * blocks))
+
+
+def names_of(blocks):
+    return [BlockId(SPACE.digest, SPACE.layout.whole, key).storage_key for key in blocks.keys]
 
 
 def lend(store, count, owner=None):
@@ -106,7 +110,7 @@ async def test_of_a_put_what_is_missing_is_admitted():
     async with running(blocks=64) as store:
         assert await store.put(chain(0, 2)) == 2
         found = store.manager.putter.admit_written(chain(0, 4), part=None, hints=None)
-        assert found == ([2, 3], 2, None)
+        assert found == ([2, 3], 2, None, names_of(chain(0, 4)[2:]))
         assert store.manager.stats()["puts_blocks"]["present"] == 2
 
 
@@ -114,11 +118,11 @@ async def test_a_put_of_an_ended_epoch_or_of_a_store_that_drains_is_dropped():
     async with running(blocks=64) as store:
         await store.manager.advance_epoch("m")
         ended = store.manager.putter.admit_written(chain(0, 2), part=None, hints=None)
-        assert ended == ([0, 1], 0, MissReason.OTHER_EPOCH)
+        assert ended == ([0, 1], 0, MissReason.OTHER_EPOCH, ())
     async with running(blocks=64) as store:
         await store.manager.drain(timeout_s=0)
         draining = store.manager.putter.admit_written(chain(0, 2), part=None, hints=None)
-        assert draining == ([0, 1], 0, MissReason.UNAVAILABLE)
+        assert draining == ([0, 1], 0, MissReason.UNAVAILABLE, ())
         assert store.manager.stats()["puts_blocks"]["dropped"] == 2
 
 
@@ -126,7 +130,7 @@ async def test_a_namespace_at_its_quota_has_no_more_blocks_published():
     async with running(blocks=16, namespace_quota_ratio=0.25) as store:
         assert await store.put(chain(0, 3)) == 3
         found = store.manager.putter.admit_written(chain(1000, 3), part=None, hints=None)
-        assert found == ([0, 1, 2], 1, MissReason.QUOTA)
+        assert found == ([0, 1, 2], 1, MissReason.QUOTA, names_of(chain(1000, 1)))
         assert store.manager.stats()["puts_blocks"]["over_quota"] == 2
 
 
@@ -162,7 +166,7 @@ async def test_slots_at_hand_are_lent_anew_before_much_of_their_time_is_over(mon
         slots = ClientSlots(store.manager, store.owner)
         answer = commit_blocks(store.manager, slots, 0, 4)
         for number in range(1, 4):
-            filled = tuple(FilledSlot(*slot, checksum(bytes(BLOCK_BYTES))) for slot in answer.slots)
+            filled = FilledSlots(*zip(*answer.slots, strict=True), (checksum(bytes(BLOCK_BYTES)),) * 4)
             answer = slots.store_at_once(Store(ChainRef(chain(1000 * number, 4)), filled, 4))
         assert store.manager.stats()["lent_ahead_bytes"] == 8 * BLOCK_BYTES
 

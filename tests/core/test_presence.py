@@ -170,3 +170,17 @@ async def test_an_overdue_slot_is_neither_committed_nor_given_to_others():
         store.manager.return_slots(slots, owner=store.owner)
         assert store.dram.used_bytes == 0
         assert store.dram.has_room(BLOCK_BYTES, 4)
+
+
+@pytest.mark.parametrize("missing", [0, 1, 4, 5])
+async def test_a_match_ends_at_the_first_block_that_is_not_stored_and_a_peek_finds_all_or_nothing(missing):
+    chain = SPACE.chain(range(6 * 4))
+    async with running() as store:
+        await store.put(chain[:missing])
+        await store.put(chain[missing + 1 :])
+        for blocks in range(1, 7):
+            leading = chain[:blocks]
+            found = store.manager.match_at_once(leading)
+            assert found.blocks == min(blocks, missing)
+            assert (found.reason is None) == (blocks <= missing)
+            assert (store.manager.peek_at_once(leading) is None) == (blocks > missing)

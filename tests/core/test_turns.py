@@ -7,7 +7,7 @@ import pytest
 
 from kvstore.checksum import checksum
 from kvstore.client_slots import COMMIT_SLICE_BLOCKS, ClientSlots
-from kvstore.messages import ChainRef, Commit, WrittenSlot
+from kvstore.messages import ChainRef, Commit, FilledSlots, Store, Stored, WrittenSlot
 from kvstore.miss import MissReason
 from kvstore.policy import POLICIES
 from kvstore.putting import PUT_SLICE_BLOCKS
@@ -128,6 +128,46 @@ async def test_a_large_commit_gives_way_and_ends_with_its_owner():
         assert watch.problems == []
         assert 0 < (await manager.match(chain)).blocks < blocks
         assert manager.stats()["lease_events"].get("stale_returns", 0) == 0
+
+
+async def lent_for(manager, slots, chain):
+    """Slots for a chain, as if zeros had been written there."""
+    lent = slots.lend(await manager.reserve(chain, owner=slots._owner, timeout_s=30))
+    _, offsets, generations = zip(*lent.slots, strict=True)
+    return FilledSlots(offsets, generations, (ZERO_SUM,) * len(offsets))
+
+
+async def test_a_large_store_of_new_blocks_is_answered_at_once_and_filed_behind_the_answer():
+    chain = chain_of(1024, 0)
+    async with running(blocks=1024, high_water_ratio=1.0) as harness:
+        manager = harness.manager
+        slots = ClientSlots(manager, harness.owner)
+        filled = await lent_for(manager, slots, chain)
+        manager.afterwards.begin()
+        assert slots.store_at_once(Store(ChainRef(chain), filled)) == Stored(1024)
+        assert not manager.has_anything(harness.owner)
+        manager.afterwards.settle()
+        assert manager.match_at_once(chain).blocks == 1024
+        assert manager.stats()["puts_blocks"]["stored"] == 1024
+
+
+@pytest.mark.parametrize("num_known", [0, 1])
+async def test_a_store_of_more_or_of_known_blocks_gives_way(num_known):
+    blocks = 1025 - num_known
+    chain, other = chain_of(blocks, 0), chain_of(blocks, 1_000_000)
+    async with running(blocks=2 * blocks, high_water_ratio=1.0) as harness:
+        manager = harness.manager
+        slots = ClientSlots(manager, harness.owner)
+        filled = await lent_for(manager, slots, other)
+        assert await fill(manager, harness.owner, chain[blocks - num_known :]) == num_known
+        store = Store(ChainRef(chain), filled)
+        assert slots.store_at_once(store) is None
+        async with watching(manager) as watch:
+            assert (await slots.store(store)).stored == blocks - num_known
+        assert watch.turns >= blocks // COMMIT_SLICE_BLOCKS - 1
+        assert watch.problems == []
+        assert manager.match_at_once(chain).blocks == blocks
+        assert not manager.has_anything(harness.owner)
 
 
 async def test_dropping_thousands_of_blocks_gives_way():

@@ -26,7 +26,7 @@ from kvstore.messages import (
     Drop,
     Exists,
     Fetch,
-    FilledSlot,
+    FilledSlots,
     Flush,
     Hello,
     HelloReader,
@@ -76,7 +76,11 @@ def requests(choose: random.Random) -> list[Request]:
         Commit(about, tuple(WrittenSlot(at, slot + at, 1, 7) for at in range(len(chain)))),
         Commit(about, (), choose.randint(0, 8)),
         Store(
-            about, tuple(FilledSlot(slot + 4096 * at, 1, 7) for at in range(len(chain))), choose.randint(0, 9)
+            about,
+            FilledSlots(
+                tuple(slot + 4096 * at for at in range(len(chain))), (1,) * len(chain), (7,) * len(chain)
+            ),
+            choose.randint(0, 9),
         ),
         ReturnSlots((UnusedSlot(slot, choose.randrange(8)),)),
         Prefetch(about, time_us),

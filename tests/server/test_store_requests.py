@@ -1,7 +1,8 @@
 """`Store` and slots lent ahead, byte by byte: whose slots count, and what becomes of them."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from kvstore.messages import (
     Done,
     Failed,
     FailureCode,
-    FilledSlot,
+    FilledSlots,
     Hello,
     HelloReader,
     Lent,
@@ -65,7 +66,7 @@ def _chain(first: int, blocks: int) -> PrefixChain:
     return NAMESPACE.chain(range(first, first + 4 * blocks))
 
 
-async def _stock(raw: RawClient, count: int = _STOCK, first: int = 500_000) -> tuple[FilledSlot, ...]:
+async def _stock(raw: RawClient, count: int = _STOCK, first: int = 500_000) -> FilledSlots:
     """Slots lent ahead, as if they had been written."""
     lent = await raw.ask(Reserve(_about(first, 1), 1_000_000))
     assert isinstance(lent, Lent)
@@ -74,7 +75,13 @@ async def _stock(raw: RawClient, count: int = _STOCK, first: int = 500_000) -> t
     answer = await raw.ask(Commit(_about(first, 1), (written,), count))
     assert isinstance(answer, Stored)
     assert (answer.stored, len(answer.slots), answer.lent_us) == (1, count, 30_000_000)
-    return tuple(FilledSlot(at.offset, at.generation, 0) for at in answer.slots)
+    return _filled(answer.slots)
+
+
+def _filled(slots: Sequence[tuple[int, int]]) -> FilledSlots:
+    """Lent slots, as if zeros had been written there of which nobody knows the sum."""
+    offsets, generations = zip(*slots, strict=True)
+    return FilledSlots(offsets, generations, (0,) * len(offsets))
 
 
 def _answered(answer: object, *, stored: int, slots: int = 0) -> Stored:
@@ -90,15 +97,15 @@ async def test_what_a_store_brings_is_stored_and_the_next_slots_are_lent(
     answer = _answered(await raw.ask(Store(_about(0, _STOCK), slots, _STOCK)), stored=_STOCK, slots=_STOCK)
 
     assert answer.outcomes == b""
-    assert {slot.offset for slot in answer.slots}.isdisjoint(slot.offset for slot in slots)
+    assert {offset for offset, _ in answer.slots}.isdisjoint(slots.offsets)
     assert (await client.match(_chain(0, _STOCK))).blocks == _STOCK
     assert await client.check(0) == []
 
 
 async def test_a_slot_is_stored_once_and_in_its_generation_only(client: AsyncKVStore, raw: RawClient) -> None:
     slots = await _stock(raw)
-    stale = (*slots[:-1], slots[-1]._replace(generation=slots[-1].generation + 1))
-    for wrong in (stale, (*slots[:-1], slots[-1]._replace(offset=4096))):
+    stale = replace(slots, generations=(*slots.generations[:-1], slots.generations[-1] + 1))
+    for wrong in (stale, replace(slots, offsets=(*slots.offsets[:-1], 4096))):
         answer = await raw.ask(Store(_about(0, _STOCK), wrong, _STOCK))
         assert isinstance(answer, Failed)
         assert answer.code is FailureCode.TIMED_OUT
@@ -126,8 +133,8 @@ async def test_a_client_can_neither_store_nor_return_anothers_slots(
     assert (await client.stats())["lent_ahead_bytes"] == 0
 
 
-def _unused(slots: tuple[FilledSlot, ...]) -> tuple[object, ...]:
-    return tuple(slot[:2] for slot in slots)
+def _unused(slots: FilledSlots) -> tuple[tuple[int, int], ...]:
+    return tuple(zip(slots.offsets, slots.generations, strict=True))
 
 
 async def test_slots_of_what_is_not_stored_are_free_again(client: AsyncKVStore, raw: RawClient) -> None:
@@ -184,7 +191,7 @@ async def test_slots_that_were_reserved_can_be_stored_too_and_many_of_them_in_tu
     assert isinstance(lent, Lent)
     count = len(lent.slots)
     assert count > 256
-    filled = tuple(FilledSlot(slot.offset, slot.generation, 0) for slot in lent.slots)
+    filled = _filled([slot[1:] for slot in lent.slots])
     await client.put(_chain(0, 2), bytes(2 * 4096))
     answer = _answered(await raw.ask(Store(_about(0, count), filled)), stored=count - 2)
 
@@ -194,24 +201,24 @@ async def test_slots_that_were_reserved_can_be_stored_too_and_many_of_them_in_tu
 
 
 async def test_no_blocks_and_no_slots_are_a_store_too(raw: RawClient) -> None:
-    _answered(await raw.ask(Store(_about(0, 0), (), 4)), stored=0, slots=4)
+    _answered(await raw.ask(Store(_about(0, 0), FilledSlots(), 4)), stored=0, slots=4)
 
 
 async def test_more_is_not_lent_ahead_than_can_be_spared(client: AsyncKVStore, raw: RawClient) -> None:
     await _stock(raw, 60)
-    _answered(await raw.ask(Store(_about(0, 0), (), 5)), stored=0)
-    _answered(await raw.ask(Store(_about(0, 0), (), 4)), stored=0, slots=4)
+    _answered(await raw.ask(Store(_about(0, 0), FilledSlots(), 5)), stored=0)
+    _answered(await raw.ask(Store(_about(0, 0), FilledSlots(), 4)), stored=0, slots=4)
     assert (await client.stats())["lent_ahead_bytes"] == 4 * 2**20 // 16
 
 
-async def _alike(raw: RawClient, puts: int, count: int = _STOCK) -> tuple[FilledSlot, ...]:
+async def _alike(raw: RawClient, puts: int, count: int = _STOCK) -> FilledSlots:
     """Put so many times in the same way; returns the slots that were lent with the last answer."""
     slots = await _stock(raw, count)
     for number in range(puts):
         store = Store(_about(number * 1000, count), slots, count)
         answer = _answered(await raw.ask(store), stored=count, slots=count)
-        assert {slot.offset for slot in answer.slots}.isdisjoint(slot.offset for slot in slots)
-        slots = tuple(FilledSlot(at.offset, at.generation, 0) for at in answer.slots)
+        assert {offset for offset, _ in answer.slots}.isdisjoint(slots.offsets)
+        slots = _filled(answer.slots)
     return slots
 
 
@@ -313,14 +320,14 @@ async def test_an_idle_client_with_a_stock_makes_way_and_its_slots_are_nobodys_b
                 await other.greet()
                 assert await idle.answer() is None
                 assert server.num_connections == 1
-                answer = await other.ask(Store(_about(0, 0), (), 64))
+                answer = await other.ask(Store(_about(0, 0), FilledSlots(), 64))
                 _answered(answer, stored=0)
                 await idle.send(b"what is sent now is thrown away")
         async with RawClient(path) as last:
             await last.greet()
             async with asyncio.timeout(30):
                 while answer == Stored(0):
-                    answer = await last.ask(Store(_about(0, 0), (), 64))
+                    answer = await last.ask(Store(_about(0, 0), FilledSlots(), 64))
             _answered(answer, stored=0, slots=64)
 
 

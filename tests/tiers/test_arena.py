@@ -72,6 +72,26 @@ def test_no_generation_outside_the_slot_space_is_read(arena: Arena, offset: int)
         arena.view.generation(offset)
 
 
+@pytest.mark.parametrize("count", [1, 63, 64, 200])
+def test_generations_of_however_many_slots_rise_by_one_and_begin_anew(arena: Arena, count: int) -> None:
+    view = arena.view
+    offsets = [view.format.slots_offset + 4096 * (at * 37 % 256) for at in range(count)]
+    table = np.frombuffer(view._generations, np.uint32)
+    table[:] = 2**32 - 2
+
+    view.advance_generations(offsets)
+    assert view.generations(offsets) == [2**32 - 1] * count
+    view.advance_generations(offsets)
+
+    assert view.generations(offsets) == [view.generation(offset) for offset in offsets] == [0] * count
+    assert (table == 2**32 - 2).sum() == len(table) - count
+    reader = ArenaView.map(arena.fd)
+    assert reader.generations(tuple(offsets)) == [0] * count
+    reader.close()
+    with pytest.raises(InvalidRequest, match="closed"):
+        reader.generations(offsets)
+
+
 def test_views_outlive_a_close(arena: Arena) -> None:
     view = ArenaView.map(arena.fd)
     kept = np.frombuffer(view.slot(8192, 4096), dtype=np.uint8)

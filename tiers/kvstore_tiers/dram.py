@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -142,7 +143,8 @@ class DramTier:
         """
         view = self.arena.view
         start = view.format.slots_offset
-        slots = [Slot(start + offset) for offset in self._slots.allocate(length_bytes, count)]
+        offsets = self._slots.allocate(length_bytes, count)
+        slots = cast("list[Slot]", [start + offset for offset in offsets])  # see Shelf.names
         view.advance_generations(slots)
         if self._free_pages is not None:
             for slot in slots:
