@@ -275,8 +275,9 @@ class State:
 
     def publish_top(self, entries: Sequence[BlockEntry], *, is_use: bool) -> None:
         """Tell the policy of entries of one chain whose top copies became READY; is that a use by itself?"""
-        self.directory.gone.forget([entry.name for entry in entries])
-        self._insert(self.top.name, entries, is_use=is_use)
+        names = [entry.name for entry in entries]
+        self.directory.gone.forget(names)
+        self._insert(self.top.name, entries, names, is_use=is_use)
 
     def list_soon(self, entries: Sequence[BlockEntry]) -> None:
         """Have clients find blocks that are READY on top without asking, if they are few."""
@@ -308,13 +309,15 @@ class State:
         if listing.add_all(blocks, entries[0].shelf.name_end, entries[0].length_bytes):
             self.idle_work.do(listing.grow)
 
-    def _insert(self, tier: str, entries: Sequence[BlockEntry], *, is_use: bool) -> None:
+    def _insert(
+        self, tier: str, entries: Sequence[BlockEntry], names: Sequence[StorageKey], *, is_use: bool
+    ) -> None:
         if not entries:
             return
         first = entries[0]
         parent = None if first.parent is None or not first.depth else first.shelf.name(first.parent)
         self.policies[tier].insert(
-            [entry.name for entry in entries],
+            names,
             size_bytes=first.length_bytes,
             now_s=self.clock(),
             parent=parent,
@@ -325,7 +328,7 @@ class State:
         """Note that a lower tier has a READY copy; of a shared one that is a belief, and no copy of ours."""
         if tier in self.policies:
             self.directory.set_copy(entry, tier, Copy(CopyState.READY))
-            self._insert(tier, [entry], is_use=False)
+            self._insert(tier, [entry], [entry.name], is_use=False)
             return
         beliefs = self.beliefs.setdefault(tier, Beliefs())
         if entry.name not in beliefs:

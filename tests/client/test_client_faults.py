@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from tests.client.facade import Face, SyncFace
 from tests.store_process import StoreProcess
 
 Payloads = npt.NDArray[np.uint8]
+T = TypeVar("T")
 
 BUSY_S = 1.0
 """Slack for a busy test machine on top of a call's timeout."""
@@ -146,8 +147,8 @@ async def test_a_copy_under_way_stops_when_the_connection_is_lost(
     copied: list[int] = []
     began, may_go_on = threading.Event(), threading.Event()
 
-    def after_one(copy: Callable[..., int]) -> Callable[..., int]:
-        def copy_and_wait(*words: Any) -> int:  # Any: those of either function
+    def after_one(copy: Callable[..., T]) -> Callable[..., T]:
+        def copy_and_wait(*words: Any) -> T:  # Any: those of any of the functions
             digest = copy(*words)
             copied.append(64 << 10)
             began.set()
@@ -158,7 +159,7 @@ async def test_a_copy_under_way_stops_when_the_connection_is_lost(
 
     with monkeypatch.context() as patch:
         patch.setattr("kvstore.transfer.GROUP_BYTES", 64 << 10)
-        for name in ("_write_slot", "copy_array_with_checksum"):
+        for name in ("_write_slot", "copy_arrays_in", "copy_array_with_checksum"):
             patch.setattr(transfer, name, after_one(getattr(transfer, name)))
         call = asyncio.ensure_future(getattr(face, verb)(chain, payloads))
         await asyncio.to_thread(began.wait, 30)
