@@ -23,6 +23,10 @@ AWAKE_S = 60e-6
 """What an event keeps the selector awake for, unless there is one core only."""
 
 
+_WORK_PATIENCE_S = 0.01
+"""How often a loop that is never idle does a piece of what was left all the same: it takes half a percent."""
+
+
 class AwakeSelector(selectors.EpollSelector):
     """Looks again and again for ``awake_s`` after the last event, and only then sleeps.
 
@@ -34,7 +38,7 @@ class AwakeSelector(selectors.EpollSelector):
         super().__init__()
         self._awake_s = awake_s if len(os.sched_getaffinity(0)) > 1 else 0.0
         self._clock = clock
-        self._awake_until_s = 0.0
+        self._awake_until_s = self._worked_s = 0.0
         self.idle_work = IdleWork()
         """What to do while nothing is ready."""
         self.idle_work.take_turns()
@@ -47,11 +51,11 @@ class AwakeSelector(selectors.EpollSelector):
     def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
         """Return what is ready, waiting up to ``timeout`` seconds (None: for ever) for something to be."""
         look = super().select
+        if self.idle_work.is_left:
+            ready, timeout = self._work(timeout)
+            if ready or timeout == 0:
+                return ready
         if timeout is None or timeout > 0:
-            if self.idle_work.is_left:
-                ready, timeout = self._work(timeout)
-                if ready:
-                    return ready
             awake_until_s = self._awake_until_s
             if timeout is not None and (began_s := self._clock()) < awake_until_s:
                 awake_until_s = min(awake_until_s, began_s + timeout)
@@ -68,14 +72,20 @@ class AwakeSelector(selectors.EpollSelector):
         return ready
 
     def _work(self, timeout: float | None) -> tuple[list[tuple[SelectorKey, int]], float | None]:
-        """Do what was left until something is ready, or the time is over; returns that, and the time left."""
-        ends_s = math.inf if timeout is None else self._clock() + timeout
-        now_s = -math.inf
-        while self.idle_work.is_left and now_s < ends_s:
+        """Do what was left until something is ready, or the time is over; returns that, and the time left.
+
+        Where something always is, a piece now and then is done all the same.
+        """
+        now_s = self._clock()
+        ends_s = math.inf if timeout is None else now_s + timeout
+        while self.idle_work.is_left:
             ready = super().select(0)
             now_s = self._clock()
-            if ready:
+            is_wanted = bool(ready) or now_s >= ends_s
+            if not is_wanted or now_s >= self._worked_s + _WORK_PATIENCE_S:
+                self._worked_s = now_s
+                self.idle_work.step()
+            if is_wanted:
                 self._awake_until_s = max(self._awake_until_s, now_s + self._awake_s)
                 return ready, 0.0
-            self.idle_work.step()
         return [], None if timeout is None else max(0.0, ends_s - now_s)

@@ -49,7 +49,7 @@ class IdleWork:
         try:
             if is_due:
                 self._chore()
-            elif (piece := self._left.popleft())() is True:
+            elif self._left and (piece := self._left.popleft())() is True:
                 self._left.append(piece)
         except Exception:
             logger.exception("work of an idle moment failed")

@@ -370,7 +370,7 @@ class Putter:
         """
         state = self._state
         state.publish_top(entries, is_use=True)
-        state.list_soon(entries)
+        state.list_when_idle(entries)
         state.counters.puts["stored"] += len(entries)
         state.counters.puts["dropped" if shelf.is_stale else "duplicate"] += num_others
         if state.settings.write_mode is WriteMode.THROUGH:

@@ -280,7 +280,13 @@ class State:
         self._insert(self.top.name, entries, names, is_use=is_use)
 
     def list_soon(self, entries: Sequence[BlockEntry]) -> None:
-        """Have clients find blocks that are READY on top without asking, if they are few."""
+        """Have clients find blocks that are READY on top, and asked for, without asking, if they are few."""
+        listing = self.directory.listing
+        if listing is not None and len(entries) <= MAX_DIRECT_BLOCKS:
+            self.afterwards.do(partial(self._list, listing, entries))
+
+    def list_when_idle(self, entries: Sequence[BlockEntry]) -> None:
+        """As ``list_soon``, of blocks that nobody may ever ask for."""
         listing = self.directory.listing
         if listing is not None and len(entries) <= MAX_DIRECT_BLOCKS:
             for start in range(0, len(entries), _LISTED_AT_ONCE):

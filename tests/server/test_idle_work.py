@@ -127,3 +127,30 @@ def test_a_chore_is_done_before_anything_else_when_it_is_due_and_no_more_once_it
 
     assert done == ["chore", "piece", "chore"]
     assert not idle_work.is_left
+
+
+def test_a_chore_that_others_did_since_it_was_seen_to_be_due_is_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    idle_work, due = IdleWork(), iter([True, False])
+    idle_work.take_turns()
+    idle_work.keep_up(bool, is_due=lambda: next(due))
+    assert idle_work.is_left
+    with caplog.at_level(logging.ERROR):
+        idle_work.step()  # as where Python collected by itself between the two looks
+
+    assert caplog.text == ""
+
+
+def test_a_loop_that_is_never_idle_does_a_piece_now_and_then() -> None:
+    clock_s, done = [0.0], list[float]()
+    with AwakeSelector(0.0, clock=lambda: clock_s[0]) as selector:
+        ours, theirs = _ends(selector)
+        with ours, theirs:
+            theirs.send(b"x")
+            for _ in range(100):
+                selector.idle_work.do(lambda: done.append(clock_s[0]))
+                assert selector.select(0.0 if len(done) % 2 else None)
+                clock_s[0] += 0.001
+
+    assert 9 <= len(done) <= 11
