@@ -53,7 +53,7 @@ class AwakeSelector(selectors.EpollSelector):
         look = super().select
         if self.idle_work.is_left:
             ready, timeout = self._work(timeout)
-            if ready or timeout == 0:
+            if ready:
                 return ready
         if timeout is None or timeout > 0:
             awake_until_s = self._awake_until_s

@@ -72,6 +72,7 @@ class HeapKeeper:
     start) everything is collected once, in a second in which the process has next to nothing to do.
 
     With ``idle_work`` young objects are looked at in idle moments, so that hardly any answer waits for it.
+    What survived one or two of these looks is set aside.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class HeapKeeper:
             gc.set_threshold(*thresholds)
             gc.unfreeze()
             if self._idle_work is not None:
-                self._idle_work.keep_up(bool, is_due=bool)
+                self._idle_work.give_up(self.tidy)
 
     async def tick_forever(self) -> None:
         """Tick until cancelled."""
@@ -118,7 +119,7 @@ class HeapKeeper:
             self.tick()
 
     def tidy(self) -> None:
-        """Look at young objects, and set aside those that have been looked at before."""
+        """Look at young objects; each second time at those of the time before too, and set them aside."""
         _, num_passes, _ = gc.get_count()
         if num_passes:
             gc.collect(1)
@@ -130,7 +131,9 @@ class HeapKeeper:
         """Set aside what has grown old, and collect everything if that is due."""
         num_aged = gc.get_count()[2]
         if num_aged:
-            if num_aged < _MANY_AGED and self._idle_work is None:
+            if self._idle_work is not None:
+                gc.collect(1)
+            elif num_aged < _MANY_AGED:
                 gc.collect()
             gc.freeze()
         now_s = self._clock()

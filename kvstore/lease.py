@@ -250,6 +250,7 @@ class LeaseTable:
         num_overdue = 0
         if holdings is None:
             return entries, num_overdue
+        late: dict[LentSlot, LentSlot] = {}  # those that were lent together stay so
         for slot, lent in list(holdings.slots.items()):
             if lent.deadline_s > now_s or lent.is_overdue:
                 continue
@@ -257,7 +258,9 @@ class LeaseTable:
                 self.take_back(owner, slot)
                 entries.append(lent.entry)
             else:
-                holdings.slots[slot] = replace(lent, is_overdue=True)
+                if lent not in late:
+                    late[lent] = replace(lent, is_overdue=True)
+                holdings.slots[slot] = late[lent]
                 num_overdue += 1
         self._num_overdue += num_overdue
         return entries, num_overdue

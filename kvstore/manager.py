@@ -120,7 +120,7 @@ class BlockManager:
 
     def leave_for_idle(self, idle_work: IdleWork) -> None:
         """Leave to it what can wait until the event loop has nothing else to do."""
-        self._state.idle_work = idle_work
+        self._state.leave_for_idle(idle_work)
 
     async def open(self) -> None:
         """Open the tiers and learn what they hold.

@@ -61,7 +61,7 @@ BEAT_PATIENCE_NS = 1_000_000_000
 MAX_DIRECT_BLOCKS = 64
 """Most blocks of a request that are looked for in the table, or listed at once."""
 
-_MIN_ENTRIES, _MAX_ENTRIES = 1024, 1 << 24
+_MIN_ENTRIES, _MAX_AT_FIRST, _MAX_ENTRIES = 1024, 1 << 21, 1 << 24
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; the module fcntl does not name it
 
 TABLE_SEALS = SEALS | _F_SEAL_FUTURE_WRITE
@@ -89,14 +89,14 @@ class TableFormat:
     instance: bytes
 
     @classmethod
-    def for_arena(cls, capacity_bytes: int, instance: bytes) -> "TableFormat":
-        """Return the format for an arena of that capacity: two entries per 4 KiB, within bounds."""
-        return cls(_num_entries(capacity_bytes // _BYTES_PER_ENTRY), instance)
+    def for_arena(cls, capacity_bytes: int, instance: bytes, *, may_grow: bool = True) -> "TableFormat":
+        """Return the format for an arena of that capacity: two entries per 4 KiB, within bounds.
 
-    @property
-    def num_at_first(self) -> int:
-        """Entries that are in use before it is known how small blocks are: two per 64 KiB, within bounds."""
-        return _num_entries(self.num_entries * _BYTES_PER_ENTRY // _FIRST_BYTES_PER_ENTRY)
+        One that may not grow has as many as others begin with.
+        """
+        if not may_grow:
+            return cls(entries_at_first(capacity_bytes), instance)
+        return cls(_num_entries(capacity_bytes // _BYTES_PER_ENTRY), instance)
 
     @property
     def total_bytes(self) -> int:
@@ -137,6 +137,11 @@ def _num_entries(wanted: int) -> int:
     """Return a power of two within bounds, not less if possible."""
     power = 1 << (max(1, wanted) - 1).bit_length()
     return min(max(power, _MIN_ENTRIES), _MAX_ENTRIES)
+
+
+def entries_at_first(capacity_bytes: int) -> int:
+    """Return how many are in use before it is known how small blocks are: two per 64 KiB, within bounds."""
+    return min(_num_entries(capacity_bytes // _FIRST_BYTES_PER_ENTRY), _MAX_AT_FIRST)
 
 
 def table_bytes(num_entries: int) -> int:

@@ -87,6 +87,8 @@ async def serving(
             stack.push_async_callback(asyncio.to_thread, access_log.close)
             server.counters.access_log = access_log.as_dict
         stack.push_async_callback(store.manager.close)
+        if idle_work is not None:
+            stack.callback(idle_work.leave_undone)
         await store.manager.open()
         stack.push_async_callback(store.records.close)
         await store.records.open()

@@ -122,7 +122,7 @@ class State:
         certain: list[SlotTier | Tier] = [top, *(tier for tier in lower if not tier.is_shared)]
         directory = Directory([tier.name for tier in certain])
         directory.listing = top.listing if isinstance(top, ListedTier) else None
-        return cls(
+        state = cls(
             top=top,
             lower=tuple(lower),
             policies=new_policies(certain),
@@ -130,6 +130,14 @@ class State:
             clock=clock,
             directory=directory,
         )
+        state.leave_for_idle(state.idle_work)
+        return state
+
+    def leave_for_idle(self, idle_work: IdleWork) -> None:
+        """Leave to it what can wait until the event loop has nothing else to do."""
+        self.idle_work = idle_work
+        if (listing := self.directory.listing) is not None:
+            idle_work.keep_up(listing.grow, is_due=lambda: listing.wants_to_grow)
 
     def all_tiers(self) -> list[SlotTier | Tier]:
         """All tiers, fastest first."""
@@ -312,8 +320,8 @@ class State:
                 copy.generation = self.top.generation(copy.slot)
             copy.is_listed = True
             blocks.append((entry.name, copy.slot, copy.checksum, copy.generation))
-        if listing.add_all(blocks, entries[0].shelf.name_end, entries[0].length_bytes):
-            self.idle_work.do(listing.grow)
+        listing.add_all(blocks, entries[0].shelf.name_end, entries[0].length_bytes)
+        self.idle_work.note_due()
 
     def _insert(
         self, tier: str, entries: Sequence[BlockEntry], names: Sequence[StorageKey], *, is_use: bool

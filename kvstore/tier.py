@@ -392,14 +392,15 @@ ListedBlock = tuple[StorageKey, Slot, int, int]
 class Listing(Protocol):
     """Where a SlotTier says which of its slots hold READY blocks, for others to look at; lossy."""
 
-    def add_all(self, blocks: Iterable[ListedBlock], name_end: bytes, length_bytes: int) -> bool:
-        """List READY blocks of one part of a namespace, whose names have that end.
+    def add_all(self, blocks: Iterable[ListedBlock], name_end: bytes, length_bytes: int) -> None:
+        """List READY blocks of one part of a namespace, whose names have that end."""
 
-        Returns whether more of them could be listed after ``grow``.
-        """
+    @property
+    def wants_to_grow(self) -> bool:
+        """Whether more blocks could be listed if it had more memory."""
 
-    def grow(self) -> bool:
-        """Make a little more room for what is listed; True: call it again."""
+    def grow(self) -> None:
+        """Get a little more of it."""
 
     def listed(self, name: StorageKey) -> tuple[int, int, int] | None:
         """Return the slot, generation and checksum that a block is listed with; None: it is not."""

@@ -153,8 +153,8 @@ def test_young_garbage_goes_in_an_idle_moment_and_what_stays_is_set_aside(clock,
 def test_where_nothing_is_idle_python_collects_by_itself_and_a_tick_sets_aside(clock, ended):
     keeper = HeapKeeper(ended, idle_work=IdleWork(), clock=clock)
     with keeper.keeping():
-        known = weakref.ref(cycle())
         kept = [[number] for number in range(50_000)]
+        known = weakref.ref(cycle())
         keeper.tick()
         assert known() is None
         assert len(gc.get_objects(generation=2)) == 0

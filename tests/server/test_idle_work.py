@@ -10,35 +10,43 @@ from kvstore.awake_selector import AwakeSelector
 from kvstore.idle_work import IdleWork
 
 
-def test_without_turns_work_is_done_at_once_and_again_as_long_as_it_says_so() -> None:
-    idle_work, done = IdleWork(), [3]
+def test_without_turns_work_is_done_at_once() -> None:
+    idle_work, done, due = IdleWork(), list[str](), [3]
 
-    def count_down() -> bool:
-        done.append(done[-1] - 1)
-        return done[-1] > 0
+    def chore() -> None:
+        done.append("chore")
+        due[0] -= 1
 
-    idle_work.do(count_down)
+    idle_work.do(lambda: done.append("piece"))
+    idle_work.keep_up(chore, is_due=lambda: due[0] > 0)
+    assert done == ["piece"]
+    idle_work.note_due()
 
-    assert done == [3, 2, 1, 0]
+    assert done == ["piece", "chore", "chore", "chore"]
     assert not idle_work.is_left
 
 
-def test_with_turns_one_piece_is_done_at_a_time_and_one_that_goes_on_comes_again() -> None:
+def test_with_turns_pieces_and_chores_are_done_one_at_a_time_by_turns() -> None:
     idle_work, done = IdleWork(), list[str]()
     idle_work.take_turns()
-    again = iter([True, False])
-
-    def long() -> bool:
-        done.append("long")
-        return next(again)
-
-    idle_work.do(long)
-    idle_work.do(lambda: done.append("short"))
+    for name in ("a", "b"):
+        idle_work.keep_up(lambda name=name: done.append(name), is_due=lambda: True)  # type: ignore[misc]
+    for name in ("1", "2", "3"):
+        idle_work.do(lambda name=name: done.append(name))  # type: ignore[misc]
+    idle_work.note_due()
     assert done == []
-    while idle_work.is_left:
+    for _ in range(8):
         idle_work.step()
 
-    assert done == ["long", "short", "long"]
+    assert done == ["a", "1", "b", "2", "a", "3", "b", "a"]
+
+
+def test_a_chore_that_was_given_up_is_done_no_more() -> None:
+    idle_work, done = IdleWork(), list[str]()
+    idle_work.keep_up(done.clear, is_due=lambda: True)
+    idle_work.give_up(done.clear)
+
+    assert not idle_work.is_left
 
 
 def test_of_more_than_thousands_the_oldest_are_left_undone() -> None:
@@ -94,38 +102,25 @@ def test_a_selector_works_before_it_waits_and_stops_as_something_is_ready(awake_
 def test_work_keeps_no_timer_waiting() -> None:
     clock_s, done = [0.0], list[float]()
 
-    def work() -> bool:
+    def work() -> None:
         clock_s[0] += 1
         done.append(clock_s[0])
-        return True
 
     with AwakeSelector(0.0, clock=lambda: clock_s[0]) as selector:
-        selector.idle_work.do(work)
+        for _ in range(100):
+            selector.idle_work.do(work)
         assert selector.select(2.5) == []
 
         assert len(done) <= 4
 
 
-def test_a_chore_is_done_before_anything_else_when_it_is_due_and_no_more_once_it_failed() -> None:
-    idle_work, done, due = IdleWork(), list[str](), [True]
+def test_a_chore_that_failed_is_done_no_more() -> None:
+    idle_work = IdleWork()
     idle_work.take_turns()
-
-    def chore() -> None:
-        done.append("chore")
-        if len(done) > 2:
-            raise OSError
-        due[0] = False
-
-    idle_work.keep_up(chore, is_due=lambda: due[0])
-    idle_work.do(lambda: done.append("piece"))
-    idle_work.step()
-    idle_work.step()
-    assert (done, idle_work.is_left) == (["chore", "piece"], False)
-    due[0] = True
+    idle_work.keep_up(lambda: 1 / 0, is_due=lambda: True)
     assert idle_work.is_left
     idle_work.step()
 
-    assert done == ["chore", "piece", "chore"]
     assert not idle_work.is_left
 
 
@@ -154,3 +149,25 @@ def test_a_loop_that_is_never_idle_does_a_piece_now_and_then() -> None:
                 clock_s[0] += 0.001
 
     assert 9 <= len(done) <= 11
+
+
+def test_a_chore_that_others_did_between_two_looks_ends_no_loop() -> None:
+    for timeout in (None, 0.0, 0.001):
+        with AwakeSelector(0.0) as selector:
+            ours, theirs = _ends(selector)
+            with ours, theirs:
+                theirs.send(b"x")
+                due = iter([True, False])
+                selector.idle_work.keep_up(bool, is_due=lambda due=due: next(due))  # type: ignore[misc]
+
+                assert selector.select(timeout)
+
+
+def test_what_is_left_at_the_end_is_left_undone() -> None:
+    idle_work, done = IdleWork(), list[str]()
+    idle_work.take_turns()
+    idle_work.do(lambda: done.append("late"))
+    idle_work.leave_undone()
+
+    assert not idle_work.is_left
+    assert done == []

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -26,16 +27,18 @@ from kvstore.ready_table import (
     ReadyTable,
     TableFormat,
     bucket_mask,
+    entries_at_first,
     places,
     table_bytes,
 )
 from kvstore.tier import Slot, StorageKey
+from kvstore_tiers.dram import DramTier
 from kvstore_tiers.ready_listing import ReadyListing
 
 INSTANCE, OTHER = bytes(range(16)), bytes(range(1, 17))
 NAME_END = bytes(range(40))
 LENGTH = 4096
-MASK = bucket_mask(TableFormat.for_arena(0, INSTANCE).num_at_first)
+MASK = bucket_mask(entries_at_first(0))
 
 
 def key(number: int, bucket: int = 5) -> BlockKey:
@@ -52,7 +55,7 @@ class Table:
     def __init__(self, instance: bytes = INSTANCE) -> None:
         self.now_ns = time.monotonic_ns()
         self.listing = ReadyListing(clock_ns=lambda: self.now_ns)
-        self.listing.open(TableFormat.for_arena(0, instance))
+        self.listing.open(TableFormat.for_arena(0, instance), entries_at_first(0))
         self.reader = ReadyTable.map(self.listing.fd, instance)
 
     def add(self, number: int, slot: int = 8192, *, bucket: int = 5, payload_sum: int = 7) -> None:
@@ -312,15 +315,15 @@ def test_a_listing_without_memory_lists_nothing() -> None:
         (64 << 20, 2048, 32_768),
         (65 << 20, 4096, 65_536),
         (32 << 30, 1 << 20, 1 << 24),
-        (1 << 40, 1 << 20, 1 << 24),
+        (1 << 40, 1 << 21, 1 << 24),
     ],
 )
 def test_there_are_two_entries_for_64_kib_at_first_and_for_4_kib_at_most(
     capacity_bytes: int, at_first: int, at_most: int
 ) -> None:
-    table_format = TableFormat.for_arena(capacity_bytes, INSTANCE)
-
-    assert (table_format.num_at_first, table_format.num_entries) == (at_first, at_most)
+    assert entries_at_first(capacity_bytes) == at_first
+    assert TableFormat.for_arena(capacity_bytes, INSTANCE).num_entries == at_most
+    assert TableFormat.for_arena(capacity_bytes, INSTANCE, may_grow=False).num_entries == at_first
 
 
 class Growing:
@@ -329,7 +332,7 @@ class Growing:
     def __init__(self, *, room_bytes: int | None = None) -> None:
         self.format = TableFormat.for_arena(64 << 20, INSTANCE)
         self.listing = ReadyListing(room_bytes=lambda: room_bytes)
-        self.listing.open(self.format)
+        self.listing.open(self.format, entries_at_first(64 << 20))
         self.reader = ReadyTable.map(self.listing.fd, INSTANCE)
         self.keys: list[BlockKey] = []
 
@@ -337,11 +340,16 @@ class Growing:
         """List blocks; whether it would help to grow."""
         keys = [BlockKey(os.urandom(32)) for _ in range(num_blocks)]
         self.keys += keys
-        return self.add(keys)
+        self.add(keys)
+        return self.listing.wants_to_grow
 
-    def add(self, keys: list[BlockKey]) -> bool:
+    def add(self, keys: list[BlockKey]) -> None:
         names = [StorageKey(key + NAME_END) for key in keys]
-        return self.listing.add_all([(name, Slot(4096), 7, 3) for name in names], NAME_END, LENGTH)
+        self.listing.add_all([(name, Slot(4096), 7, 3) for name in names], NAME_END, LENGTH)
+
+    def grow(self) -> None:
+        while self.listing.wants_to_grow:
+            self.listing.grow()
 
     @property
     def era(self) -> int:
@@ -372,8 +380,9 @@ def test_where_blocks_lose_their_places_a_table_grows_and_lists_them_all(growing
     assert growing.fill(2048)
     lost = len(growing.keys) - growing.num_found()
     before = growing.era
-    while growing.listing.grow():
-        assert growing.era == before
+    growing.listing.grow()
+    assert growing.era == before + (not growing.listing.wants_to_grow)
+    growing.grow()
     in_new_era = growing.num_found()
     growing.add(growing.keys)
 
@@ -387,8 +396,7 @@ def test_what_a_reader_found_before_a_table_grew_is_of_an_era_that_is_over(growi
     assert growing.fill(2048)
     era = growing.era
     key = next(key for key in growing.keys if growing.reader.find([key], NAME_END, LENGTH, era))
-    while growing.listing.grow():
-        pass
+    growing.grow()
     growing.listing.remove(StorageKey(key + NAME_END))
 
     assert not growing.reader.is_of_era(era)
@@ -397,18 +405,16 @@ def test_what_a_reader_found_before_a_table_grew_is_of_an_era_that_is_over(growi
 
 def test_a_table_that_has_room_does_not_grow(growing: Growing) -> None:
     assert not growing.fill(256)
-    assert not growing.listing.grow()
+    growing.listing.grow()
     assert growing.backed_bytes == table_bytes(2048)
 
 
 def test_a_table_grows_up_to_its_largest_size_and_not_beyond(growing: Growing) -> None:
     while growing.fill(1024) or growing.backed_bytes < table_bytes(32_768):
-        while growing.listing.grow():
-            pass
+        growing.grow()
 
     assert growing.backed_bytes == table_bytes(32_768)
     assert not growing.fill(65_536)
-    assert not growing.listing.grow()
 
 
 @pytest.mark.parametrize(
@@ -431,16 +437,32 @@ def test_a_table_for_which_there_is_no_memory_goes_on_as_it_is(
     found = growing.num_found()
     monkeypatch.setattr(os, "posix_fallocate", refuse)
 
-    assert not growing.listing.grow()
+    growing.listing.grow()
+
+    assert not growing.listing.wants_to_grow
     assert growing.num_found() == found
     assert growing.backed_bytes == table_bytes(2048)
+
+
+@pytest.mark.parametrize(("limit_bytes", "may_grow"), [(resource.RLIM_INFINITY, True), (1 << 40, False)])
+async def test_where_address_space_is_limited_a_table_takes_no_more_of_it_than_it_uses(
+    limit_bytes: int, may_grow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit_bytes, resource.RLIM_INFINITY))
+    tier = DramTier(capacity_bytes=64 << 20)
+    await tier.open()
+    file_bytes = os.fstat(tier.listing.fd).st_size
+    await tier.close()
+
+    assert file_bytes == table_bytes(32_768 if may_grow else 2048)
 
 
 def test_a_retired_table_does_not_grow(growing: Growing) -> None:
     assert growing.fill(2048)
     growing.listing.retire()
+    growing.listing.grow()
 
-    assert not growing.listing.grow()
+    assert growing.backed_bytes == table_bytes(2048)
     assert growing.era == 0
 
 

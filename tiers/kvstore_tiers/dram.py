@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import resource
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import TierFull
-from kvstore.ready_table import TableFormat, table_bytes
+from kvstore.ready_table import TableFormat, entries_at_first, table_bytes
 from kvstore.tier import ALIGNMENT_BYTES, Medium, Slot
 from kvstore_tiers.arena import Arena
 from kvstore_tiers.ready_listing import ReadyListing
@@ -91,15 +92,18 @@ class DramTier:
             TierUnavailable: it cannot be had: message with the amount, the limit and the remedy.
         """
         if self._arena is None:
-            table = TableFormat.for_arena(self._slots.capacity_bytes, b"")
+            num_at_first = entries_at_first(self._slots.capacity_bytes)
+            # A table that may grow is mapped as long as it may become.
+            may_grow = resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+            table = TableFormat.for_arena(self._slots.capacity_bytes, b"", may_grow=may_grow)
             self._arena = await asyncio.to_thread(
                 Arena.create,
                 self._slots.capacity_bytes,
                 is_locked=self._is_locked,
-                beside_bytes=table_bytes(table.num_at_first),
+                beside_bytes=table_bytes(num_at_first),
             )
             try:
-                self.listing.open(replace(table, instance=self._arena.instance))
+                self.listing.open(replace(table, instance=self._arena.instance), num_at_first)
             except OSError as error:
                 _log.warning("%s: clients cannot read without asking: %s", self._name, error.strerror)
             _log.info("%s: %d bytes are in huge pages", self._name, self._arena.huge_bytes)

@@ -1,6 +1,5 @@
 """ReadyListing: the server's side of the table of READY blocks in dram; see ``kvstore.ready_table``."""
 
-import errno
 import fcntl
 import logging
 import mmap
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterable
 import xxhash
 
 from kvstore.keys import KEY_BYTES
+from kvstore.log_limit import LimitedWarning
 from kvstore.ready_table import (
     BEAT_OFFSET,
     BUCKET_BYTES,
@@ -44,6 +44,8 @@ A client that asks for 64 blocks finds all of them or asks the server. One in 50
 bucket of eight has 2.2 blocks on average, and one in 50 000 with half as many.
 """
 
+_WARNING_INTERVAL_S = 3600.0
+
 _ROOM_FOR_OTHERS = 4
 """The table grows only where so many times as much memory is to be had."""
 
@@ -66,6 +68,7 @@ class ReadyListing:
     ) -> None:
         self._clock_ns = clock_ns
         self._room_bytes = room_bytes
+        self._no_memory = LimitedWarning(_log, interval_s=_WARNING_INTERVAL_S)
         self._map: mmap.mmap | None = None
         self._format = TableFormat(0, b"")
         self._num_in_use = self._num_wanted = 0
@@ -76,10 +79,10 @@ class ReadyListing:
         self.fd = -1
         """File descriptor of the table, readable and writable; owned by the listing. -1: there is none."""
 
-    def open(self, table_format: TableFormat) -> None:
-        """Get the memory. Raises OSError if it cannot be had, or not be sealed against others."""
+    def open(self, table_format: TableFormat, num_at_first: int) -> None:
+        """Get memory for so many entries. Raises OSError if it cannot be had, or not be sealed."""
         fd = os.memfd_create("kvstore-ready", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        first_bytes = table_bytes(table_format.num_at_first)
+        first_bytes = table_bytes(num_at_first)
         try:
             os.truncate(fd, table_format.total_bytes)
             os.posix_fallocate(fd, 0, first_bytes)
@@ -91,7 +94,7 @@ class ReadyListing:
             os.close(fd)
             raise
         self._map, self._format, self.fd = mapping, table_format, fd
-        self._num_in_use = self._num_wanted = table_format.num_at_first
+        self._num_in_use = self._num_wanted = num_at_first
         self._backed_bytes = first_bytes
         self._num_new = self._num_lost = 0
         self._is_retired = False
@@ -107,15 +110,15 @@ class ReadyListing:
             os.close(self.fd)
             self.fd = -1
 
-    def add_all(self, blocks: Iterable[ListedBlock], name_end: bytes, length_bytes: int) -> bool:
-        """List READY blocks, each in the place of another one if need be; returns whether to ``grow``.
+    def add_all(self, blocks: Iterable[ListedBlock], name_end: bytes, length_bytes: int) -> None:
+        """List READY blocks, each in the place of another one if need be.
 
         ``name_end`` is what the storage keys of all of them have behind the block key. What is listed already
         is written again, and reads the same meanwhile.
         """
         mapping = self._map
         if mapping is None:
-            return False
+            return
         mask, seed, spread = bucket_mask(self._num_in_use), self._seed, name_spread(name_end)
         number_of, seal_of, pack = int.from_bytes, xxhash.xxh3_64_intdigest, FIELDS.pack
         # Of thousands a second: nothing is called that can be spared.
@@ -127,7 +130,8 @@ class ReadyListing:
                 at = self._place(mapping[bucket : bucket + BUCKET_BYTES], bucket, at, name)
             fields = pack(name, slot, payload_sum, generation, length_bytes)
             mapping[at : at + SEALED_BYTES] = fields + seal_of(fields, seed).to_bytes(8, "little")
-        return self._wants_more()
+        if self._num_new >= self._num_in_use // 8:
+            self._look_at_losses()
 
     def _place(self, held: bytes, bucket: int, first: int, name: StorageKey) -> int:
         """Return where to list a block in a bucket that holds this: its entry, a free one, or ``first``."""
@@ -147,44 +151,44 @@ class ReadyListing:
         entry = held[at : at + SEALED_BYTES]
         return entry == _NO_ENTRY or not self._is_of_this_era(entry)
 
-    def _wants_more(self) -> bool:
-        """Whether so many blocks lose their places that there should be more entries."""
-        if self._num_new < self._num_in_use // 8:
-            return False
+    def _look_at_losses(self) -> None:
+        """Want more entries if many blocks of late lost their places, and there is memory to spare."""
         loses, self._num_new, self._num_lost = self._num_lost * _LOSSES > self._num_new, 0, 0
-        if not loses or self._num_in_use >= self._format.num_entries:
-            return False
-        if self._num_wanted == self._num_in_use:
-            more_bytes = table_bytes(2 * self._num_in_use) - self._backed_bytes
-            room_bytes = self._room_bytes()
-            if room_bytes is not None and room_bytes < _ROOM_FOR_OTHERS * more_bytes:
-                return False
+        if not loses or self.wants_to_grow or self._num_in_use >= self._format.num_entries:
+            return
+        more_bytes = table_bytes(2 * self._num_in_use) - self._backed_bytes
+        room_bytes = self._room_bytes()
+        if room_bytes is None or room_bytes >= _ROOM_FOR_OTHERS * more_bytes:
             self._num_wanted = 2 * self._num_in_use
-        return True
 
-    def grow(self) -> bool:
-        """Add memory for more entries, a slice at a time; True: call again. In the end, another era begins.
+    @property
+    def wants_to_grow(self) -> bool:
+        """Whether there should be more entries."""
+        return self._num_wanted > self._num_in_use and self._map is not None and not self._is_retired
 
-        Does nothing where ``add_all`` has not said that it would help.
-        """
-        if self._map is None or self._is_retired or self._num_wanted == self._num_in_use:
-            return False
+    def grow(self) -> None:
+        """Add a slice of memory for more entries, if they are wanted; with the last, another era begins."""
+        if not self.wants_to_grow:
+            return
         wanted_bytes = table_bytes(self._num_wanted)
         slice_bytes = min(_SLICE_BYTES, wanted_bytes - self._backed_bytes)
         try:
             os.posix_fallocate(self.fd, self._backed_bytes, slice_bytes)
         except OSError as error:
-            _log.warning("dram: no memory to list more blocks: %s", errno.errorcode.get(error.errno or 0))
+            self._no_memory.warn("dram: no memory to list more blocks: %s", os.strerror(error.errno or 0))
             self._num_wanted = self._num_in_use
-            return False
+            return
         self._backed_bytes += slice_bytes
-        if self._backed_bytes < wanted_bytes:
-            return True
-        self._num_in_use = self._num_wanted
-        self._write_live(self._num_in_use, IN_USE_OFFSET)
-        self.begin_era()
-        _log.info("dram: clients find up to %d blocks without asking", self._num_in_use)
-        return False
+        if self._backed_bytes == wanted_bytes:
+            self._num_in_use = self._num_wanted
+            self._write_live(self._num_in_use, IN_USE_OFFSET)
+            self.begin_era()
+            _log.info("dram: clients find up to %d blocks without asking", self._num_in_use)
+
+    @property
+    def num_in_use(self) -> int:
+        """Entries that blocks may be in."""
+        return self._num_in_use
 
     def listed(self, name: StorageKey) -> Listed | None:
         """Return where a block is listed to be: slot, generation and checksum; None: it is not."""
