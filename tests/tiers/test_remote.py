@@ -127,9 +127,11 @@ async def test_a_server_at_its_memory_limit_answers_full_and_still_serves(tmp_pa
     options = ("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
     server = RedisServer(tmp_path / "redis", *options).start()
     async with opened(server.url) as tier:
-        found = await put(tier, *range(40))
-        assert found[0] is WriteStatus.OK
-        assert found[-1] is WriteStatus.FULL
+        found = await put(tier, 0)
+        assert found == [WriteStatus.OK]
+        # What is on its way counts against the limit too, so any of these may be refused.
+        found += await put(tier, *range(1, 40))
+        assert found.count(WriteStatus.FULL) >= 10
         assert set(found) == {WriteStatus.OK, WriteStatus.FULL}
         assert tier.counters["full"] == found.count(WriteStatus.FULL)
         assert tier.health().is_up
