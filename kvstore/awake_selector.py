@@ -22,9 +22,8 @@ from kvstore.idle_work import IdleWork
 AWAKE_S = 60e-6
 """What an event keeps the selector awake for, unless there is one core only."""
 
-
 _WORK_PATIENCE_S = 0.01
-"""How often a loop that is never idle does a piece of what was left all the same: it takes half a percent."""
+"""How often a loop that is never idle does a piece of what was left all the same."""
 
 
 class AwakeSelector(selectors.EpollSelector):
@@ -85,7 +84,8 @@ class AwakeSelector(selectors.EpollSelector):
             if not is_wanted or now_s >= self._worked_s + _WORK_PATIENCE_S:
                 self._worked_s = now_s
                 self.idle_work.step()
-            if is_wanted:
+            if ready:
                 self._awake_until_s = max(self._awake_until_s, now_s + self._awake_s)
+            if is_wanted:
                 return ready, 0.0
         return [], None if timeout is None else max(0.0, ends_s - now_s)

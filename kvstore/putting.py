@@ -427,7 +427,7 @@ class Putter:
     ) -> Published:
         """File blocks in slots that were taken back; what cannot be is freed."""
         state = self._state
-        is_all = all(lent is not None and lent.entry is None and not lent.is_overdue for lent in all_lent)
+        is_all = all(lent is not None and lent.may_be_published for lent in all_lent)
         if is_all and shelf.are_new(chain):
             return self._publish_run(shelf, chain, slots, checksums, shelf.names(chain.keys))
         stored: list[BlockEntry] = []
@@ -436,7 +436,7 @@ class Putter:
         num_late = 0
         parent, depth = chain.parent or BlockKey(chain.namespace), chain.start
         for key, slot, payload_sum, lent in zip(chain.keys, slots, checksums, all_lent, strict=True):
-            if lent is None or lent.entry is not None or lent.is_overdue:
+            if lent is None or not lent.may_be_published:
                 num_late += lent is None or lent.is_overdue
                 self._note_returned(slot, lent)
             else:

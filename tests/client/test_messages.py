@@ -2,7 +2,6 @@
 
 import json
 import random
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -434,34 +433,6 @@ def test_a_chain_whose_keys_begin_alike_is_no_chain_that_names_a_block_twice() -
     alike = ChainRef(PrefixChain(_DIGEST, keys, 16))
 
     assert decode_request(_frame(encode_message(Match(alike, 1), 1))) == Match(alike, 1)
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 256, 257, 1024, 1025, 3000])
-def test_keys_arrive_as_they_were_sent_however_many(count: int) -> None:
-    about = ChainRef(PrefixChain(_DIGEST, _many_keys(count), 16))
-
-    assert decode_request(_frame(encode_message(Match(about, 1), 1))) == Match(about, 1)
-
-
-@pytest.mark.parametrize("count", [2, 64, 1024, 1025, 3000])
-def test_of_however_many_keys_no_two_may_be_equal(count: int) -> None:
-    keys = _many_keys(count)
-    twice = ChainRef(PrefixChain(_DIGEST, (*keys[:-1], keys[0]), 16))
-
-    with pytest.raises(InvalidRequest, match="names a block twice"):
-        decode_request(_frame(encode_message(Match(twice, 1), 1)))
-
-
-def test_of_thousands_of_keys_some_may_begin_alike() -> None:
-    keys = _many_keys(3000)
-    alike = BlockKey(keys[0][:16] + bytes(16))
-    about = ChainRef(PrefixChain(_DIGEST, (*keys, alike), 16))
-
-    assert decode_request(_frame(encode_message(Match(about, 1), 1))) == Match(about, 1)
-
-
-def _many_keys(count: int) -> tuple[BlockKey, ...]:
-    return tuple(BlockKey(sha256(number.to_bytes(4, "big")).digest()) for number in range(count))
 
 
 def _decode_all(data: bytes) -> None:

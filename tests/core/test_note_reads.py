@@ -1,5 +1,6 @@
 """Reads that a store is told of afterwards: hits, and uses of what is still there."""
 
+import contextlib
 import selectors
 import socket
 import time
@@ -80,35 +81,29 @@ async def test_an_idle_loop_lists_what_was_put_and_nothing_of_what_has_left_by_t
         assert await store.manager.check() == []
 
 
-async def test_a_loop_that_is_never_idle_still_lists_what_it_is_asked_for_again_and_again():
+@contextlib.contextmanager
+def never_idle():
+    """A selector that finds a request, whenever the loop looks, and for which no time passes meanwhile."""
     ours, theirs = socket.socketpair()
-    with AwakeSelector(0.0) as selector, ours, theirs:
+    with AwakeSelector(0.0, clock=lambda: 0.0) as selector, ours, theirs:
         selector.register(ours, selectors.EVENT_READ)
-        theirs.send(b"a request that waits, whenever the loop looks")
-        async with running(blocks=64) as store:
-            store.manager.leave_for_idle(selector.idle_work)
-            await put_written(store, CHAIN)
-            for _ in range(256):
-                assert selector.select()
-                assert store.manager.peek_at_once(CHAIN) is not None
-
-            assert listed(store, CHAIN) == 4
+        theirs.send(b"a request that waits")
+        yield selector
 
 
-async def test_what_is_put_all_the_time_keeps_nothing_that_is_asked_for_from_being_listed():
-    ours, theirs = socket.socketpair()
-    with AwakeSelector(0.0) as selector, ours, theirs:
-        selector.register(ours, selectors.EVENT_READ)
-        theirs.send(b"a request that waits, whenever the loop looks")
-        async with running(blocks=8192) as store:
+@pytest.mark.parametrize("are_others_put", [False, True])
+async def test_a_loop_that_is_never_idle_still_lists_what_it_is_asked_for(are_others_put):
+    async with running(blocks=8192) as store:
+        with never_idle() as selector:
             store.manager.leave_for_idle(selector.idle_work)
             await put_written(store, CHAIN)
             for start in range(1000, 1000 + 256 * 64, 64):
                 assert selector.select()
-                await put_written(store, SPACE.chain(range(start, start + 64)))
+                if are_others_put:
+                    await put_written(store, SPACE.chain(range(start, start + 64)))
                 assert store.manager.peek_at_once(CHAIN) is not None
 
-            assert listed(store, CHAIN) == 4
+        assert listed(store, CHAIN) == 4
 
 
 async def test_many_small_blocks_have_the_table_grow():
